@@ -1,6 +1,8 @@
 """Rows of requests with a constraint: the host sees every token of theirs before it plans the next row.
 
-So such a row is never chained behind an uncommitted one, and drafts that the constraint refuses are not verified.
+So such a row is never chained behind an uncommitted one, and drafts behind the first one that the constraint refuses
+are not verified. The refused one is, where drafts are drawn apart: its test fails, but what was drawn there decides from
+which distribution the token comes instead.
 """
 
 from itertools import accumulate
@@ -22,7 +24,7 @@ def may_follow(table: SlotTable, slots: Array) -> Array:
 
 
 def allowed_candidates(table: SlotTable, slots: Array, num_candidates: Array) -> Array:
-    """`num_candidates`, cut before the first draft that a request's constraint refuses."""
+    """`num_candidates`, cut at the first draft that a request's constraint refuses: see above."""
     constrained = np.flatnonzero(table.is_constrained[slots])
     if not len(constrained):
         return num_candidates
@@ -30,7 +32,10 @@ def allowed_candidates(table: SlotTable, slots: Array, num_candidates: Array) ->
     for row in constrained.tolist():
         sequence = table.sequences[slots[row]]
         assert sequence is not None and sequence.matcher is not None
-        num_candidates[row] = sequence.matcher.num_allowed(sequence.draft_tokens[: num_candidates[row]])
+        drafts = sequence.draft_tokens[: num_candidates[row]]
+        sequence.draft_tokens = drafts[: sequence.matcher.num_allowed(drafts)]
+        is_drawn_apart = table.sampling["draft_stream"][slots[row]] == 1
+        num_candidates[row] = min(len(sequence.draft_tokens) + is_drawn_apart, num_candidates[row])
     return num_candidates
 
 

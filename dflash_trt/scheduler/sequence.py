@@ -34,7 +34,7 @@ class Sequence:
     sampling: StepSampling = field(init=False)
     logit_rules: LogitRules | None = field(init=False)
     matcher: TokenMatcher | None = field(init=False)
-    draft_tokens: list[int] = field(default_factory=list)  # with a matcher: those that its slot has
+    draft_tokens: list[int] = field(default_factory=list)  # with a matcher: those of its slot that it may allow
 
     def __post_init__(self) -> None:
         """Raises RequestError: see `LogitRules.of`."""

@@ -25,6 +25,7 @@ from tests.eagle3_files import save_eagle3_head
 from tests.engines import Decoding, make_executor
 from tests.factories import make_target, make_zlab_drafter
 from tests.parity.test_laws import chi_square_p, merge_rare
+from tests.scheduler.toy_constraint import ToyConstraint
 
 PROMPT = (1, 4)
 NUM_NEW = 3
@@ -65,12 +66,21 @@ def probabilities(logprobs: Tensor, *, temperature: float = 1.0, top_k: int = 5)
     return kept.gather(2, torch.tensor(CELLS)[:, :, None])[:, :, 0].sum(1).exp()
 
 
-def texts_of(loop: EngineLoop, sampling: SamplingParams, num_samples: int) -> tuple[Tensor, float]:
+def texts_of(
+    loop: EngineLoop, sampling: SamplingParams, num_samples: int, constraint: ToyConstraint | None = None
+) -> tuple[Tensor, float]:
     """How often each text came out, and the part of the drafts that was accepted."""
     counts, num_candidates, num_accepted = torch.zeros(len(CELLS)), 0, 0
     index = {cell: i for i, cell in enumerate(CELLS)}
     requests = [
-        Request(request_id=str(seed), prompt_token_ids=PROMPT, sampling=sampling, seed=seed, is_reproducible=False)
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=PROMPT,
+            sampling=sampling,
+            seed=seed,
+            is_reproducible=False,
+            constraint=constraint,
+        )
         for seed in range(num_samples)
     ]
     streams = [loop.submit(request) for request in requests]
@@ -180,3 +190,22 @@ def test_a_step_without_such_requests_keeps_no_chances(executor: TorchExecutor) 
         part = Decoding(executor, [*PROMPT], (0, 1), StepSampling(temperature=1.0, seed=4)).prefill_part(9)
         run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=3))
     assert seen[0].choices is None and seen[0].chances is None
+
+
+@pytest.mark.parametrize("mode", ["plain", "overlapped"])
+def test_a_draft_that_a_constraint_refuses_is_tested_and_not_just_left_out(
+    executor: TorchExecutor, logprobs: Tensor, mode: str
+) -> None:
+    """Were its row sampled as if nothing had been drawn, drafts that are allowed would come too often."""
+    constraint = ToyConstraint(length=9, one_in=2, vocab_size=5)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW)
+    counts, _ = texts_of(make_loop(executor, **MODES[mode]), sampling, num_samples=2560, constraint=constraint)
+    matcher, masked = constraint.start(()), logprobs.clone()
+    for i, cell in enumerate(CELLS):
+        for position in range(NUM_NEW):
+            refused = set(range(5)) - set(matcher.allowed(cell[:position]))
+            masked[i, position, list(refused)] = -torch.inf
+    is_text = torch.tensor([matcher.num_allowed(cell) == NUM_NEW for cell in CELLS])
+    assert counts[~is_text].sum() == 0 and 5 < is_text.sum() < len(CELLS) / 2
+    expected = probabilities(masked.log_softmax(-1)) * counts.sum()
+    assert chi_square_p(*merge_rare(counts[is_text], expected[is_text])) > 1e-3

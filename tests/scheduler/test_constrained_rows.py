@@ -105,3 +105,18 @@ def named_masks(plan: StepPlan) -> dict[tuple[str, int], bytes]:
     assert plan.masks is not None
     places = [divmod(row, plan.rows.num_draft_tokens + 1) for row in plan.masks.rows.tolist()]
     return {(plan.rows.request_ids[r], j): bits.tobytes() for (r, j), bits in zip(places, plan.masks.bits, strict=True)}
+
+
+def test_the_first_refused_draft_is_verified_where_drafts_are_drawn_apart() -> None:
+    """And no other: its row and those before have masks."""
+    driver = driver_of(right=0.0)
+    request = make_request("a", max_new_tokens=40, temperature=1.0, constraint=CONSTRAINT)
+    driver.add(replace(request, is_reproducible=False))
+    driver.run()
+    blocks = [(row.context_len - 2, row.token_ids[1:]) for batch in driver.executor.batches for row in batch.requests]
+    num_refused = []
+    for num_before, drafts in blocks[1:]:
+        matcher = CONSTRAINT.start(())
+        matcher.advance(driver.tokens["a"][:num_before])
+        num_refused.append(len(drafts) - matcher.num_allowed(drafts))
+    assert set(num_refused) == {0, 1}
