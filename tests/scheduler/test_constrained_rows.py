@@ -119,4 +119,4 @@ def test_the_first_refused_draft_is_verified_where_drafts_are_drawn_apart() -> N
         matcher = CONSTRAINT.start(())
         matcher.advance(driver.tokens["a"][:num_before])
         num_refused.append(len(drafts) - matcher.num_allowed(drafts))
-    assert set(num_refused) == {0, 1}
+    assert max(num_refused) == 1 and len({len(drafts) for _, drafts in blocks[1:]}) > 1
