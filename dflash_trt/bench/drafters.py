@@ -14,6 +14,7 @@ from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import resolved_config
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
 
@@ -54,11 +55,13 @@ def compare_drafters(
     A side is opened for its turn alone. Prefix caching is off: nothing may be cheaper for having been asked before.
 
     Raises:
-        ConfigError: an engine has no drafter, or another target than the first.
+        ConfigError: an engine has no drafter, or another target than the first; or it cannot run with `config`.
     """
     engines = [EngineDir.open(path) for path in engine_dirs]
     raise_all(ConfigError, "bench drafters", _problems(engines))
     drafted = config.replaced(enable_prefix_caching=False)
+    for engine in engines:
+        resolved_config(engine, drafted)  # refuses before any side has run
     sides = [_Side(engines[0], drafted.without_drafter(), algorithm=None)]
     sides += [
         _Side(engine, drafted, algorithm=engine.manifest.draft.algorithm)

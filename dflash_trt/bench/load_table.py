@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dflash_trt.bench.load_report import Acceptance, LoadReport, Percentiles
+from dflash_trt.bench.request_load import counted_clients
 
 _HEADINGS = ("tok/s", "tok/s/user", "TTFT ms", "TPOT ms", "ITL ms", "end to end ms", "accepted", "errors")
 
@@ -42,7 +43,7 @@ def flat_rows(reports: Sequence[LoadReport]) -> list[dict[str, Any]]:
 
 
 def _row(report: LoadReport) -> tuple[str, ...]:
-    load = f"{report.concurrency} clients" if report.concurrency else f"{report.request_rate_per_s:g} req/s"
+    load = counted_clients(report.concurrency) if report.concurrency else f"{report.request_rate_per_s:g} req/s"
     per_user = report.tok_per_s_per_user
     good = report.goodput_request_per_s
     return (

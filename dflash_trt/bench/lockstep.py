@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dflash_trt.bench.request_load import counted_clients
 from dflash_trt.bench.throughput import Work, mixed_work
 from dflash_trt.core.acceptance import acceptance_length
 from dflash_trt.core.batch import ScheduledRequest, SlotMirror, WindowColumns, plan_of, request_results
@@ -109,7 +110,7 @@ def compare_policies(
                 for index in range(num_rounds + 1):
                     runs.append(sides.run(work, concurrency=concurrency))
                     speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
-                    progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
+                    progress(f"{counted_clients(concurrency)}, round {index}: {speeds} tok/s")
             reports.append(_report(concurrency, runs[1:], fixed))
     return reports
 

@@ -22,7 +22,11 @@ class Load:
     request_rate_per_s: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.concurrency} clients" if self.concurrency else f"{self.request_rate_per_s:g} requests/s"
+        return counted_clients(self.concurrency) if self.concurrency else f"{self.request_rate_per_s:g} requests/s"
+
+
+def counted_clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_trt.bench.lockstep import Lockstep, prompt_reader
+from dflash_trt.bench.request_load import counted_clients
 from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_flight
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
@@ -113,7 +114,7 @@ def _loops(
 
 def _line(concurrency: int, index: int, speeds: dict[str, float]) -> str:
     return (
-        f"{concurrency} clients, round {index}: "
+        f"{counted_clients(concurrency)}, round {index}: "
         + ", ".join(f"{n} {speed:.0f}" for n, speed in speeds.items())
         + " tok/s"
     )

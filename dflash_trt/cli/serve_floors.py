@@ -22,6 +22,7 @@ def floors_beside(
 
     Without a machine file the machine at hand is measured once, when the first engine comes.
     """
+    from dflash_trt.bench.request_load import counted_clients
     from dflash_trt.bench.roofline import mean_context_len
 
     for report in reports:
@@ -40,5 +41,5 @@ def floors_beside(
             context_len=mean_context_len([mean_prompt], mean_output),
             acceptance_length=report.acceptance.length if report.acceptance else None,
             num_draft_tokens=roofs.fixed_drafts(runtime),
-            label=f"{report.server}, {report.concurrency} clients",
+            label=f"{report.server}, {counted_clients(report.concurrency)}",
         )
