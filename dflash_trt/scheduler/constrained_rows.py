@@ -1,8 +1,8 @@
 """Rows of requests with a constraint: the host sees every token of theirs before it plans the next row.
 
 So such a row is never chained behind an uncommitted one, and drafts behind the first one that the constraint refuses
-are not verified. The refused one is, where drafts are drawn apart: its test fails, and the token comes from what is left
-of the target's distribution without the drafter's.
+are not verified. The refused one is, where drafts are drawn apart: its test fails, and the token comes from what the
+drafter's distribution leaves of the target's.
 """
 
 from itertools import accumulate
