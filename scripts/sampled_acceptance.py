@@ -1,34 +1,42 @@
 #!/usr/bin/env python3
 """Acceptance lengths of sampled texts, with a seed and without one: a table of docs/benchmarks.md.
 
-Usage: scripts/sampled_acceptance.py ENGINE_DIR PROMPTS.jsonl NUM_ROUNDS TEMPERATURE... With a seed drafts share the
-noise of the target's sample, without one they are tested by rejection sampling. Uses the package's API alone:
-`PYTHONPATH` of another checkout measures that one over the same engine.
+With a seed drafts share the noise of the target's sample, without one they are tested by rejection sampling.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.core.acceptance import acceptance_length
+from dflash_trt.core.model import draft
+from dflash_trt.core.request import GenerationOutput
 
 MAX_NEW_TOKENS = 128
 
 
 def main() -> None:
-    engine, prompts_file, num_rounds, *temperatures = sys.argv[1:]
-    prompts = [json.loads(line)["prompt"] for line in Path(prompts_file).read_text().splitlines()]
-    with LLM(engine, enable_prefix_caching=False) as llm:
-        for temperature in map(float, temperatures):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine_dir", type=Path)
+    parser.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
+    parser.add_argument("num_rounds", type=int)
+    parser.add_argument("temperatures", type=float, nargs="+")
+    parser.add_argument("--num-choices", type=int, help="of a draft, for drafters without a selector")
+    given = parser.parse_args()
+    if given.num_choices is not None:
+        draft._NUM_CHOICES = given.num_choices
+    prompts = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
+    with LLM(given.engine_dir, enable_prefix_caching=False) as llm:
+        for temperature in given.temperatures:
             for name, has_seed in (("with a seed", True), ("without", False)):
-                rounds = [_round(llm, prompts, temperature, index, has_seed) for index in range(int(num_rounds))]
+                rounds = [_round(llm, prompts, temperature, index, has_seed) for index in range(given.num_rounds)]
                 each = " ".join(f"{acceptance_length(outputs):.3f}" for outputs in rounds)
                 mean = acceptance_length([output for outputs in rounds for output in outputs])
                 print(f"T = {temperature}, {name}: {mean:.3f} (rounds {each})", flush=True)
 
 
-def _round(llm: LLM, prompts: list[str], temperature: float, index: int, has_seed: bool) -> list:
+def _round(llm: LLM, prompts: list[str], temperature: float, index: int, has_seed: bool) -> list[GenerationOutput]:
     """Every prompt of a round has a seed of its own."""
     samplings = [
         SamplingParams(

@@ -72,7 +72,6 @@ NOT_RUN = {
     "python -m scripts.build_memory": "a minute, and 4.5 GB of disk; tests/trt builds tiny engines",
     "pytest tests/kernels/test_step_counts.py": "a test itself",
     "scripts/sampled_acceptance.py": "minutes",
-    "python -m scripts.residual_acceptance": "minutes",
     "python -m scripts.kernel_report": "a minute; tests/kernels/test_kernel_report.py reads its numbers",
     "scripts/full_size_check": "half an hour, and 30 GB of disk; tests build tiny pairs in the same layout",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
