@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from dflash_trt.core.request import Request, SamplingParams
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -113,7 +114,8 @@ def draft_nearly_right(monkeypatch, executor, expected: list[list[int]]) -> None
     """Store drafts whose first n tokens are right, any n from 0 to K: request i is in slot i."""
     store = executor._slots.store
 
-    def store_others(slot_ids, bonus_tokens, draft_tokens, next_context_lens) -> None:
+    def store_others(slot_ids, bonus_tokens, proposal, next_context_lens) -> None:
+        draft_tokens = None if proposal is None else proposal.tokens
         for row, (slot, position) in enumerate(zip(slot_ids.tolist(), next_context_lens.tolist(), strict=True)):
             start = position - len(PROMPTS[slot]) + 1
             if draft_tokens is None or start < 1:
@@ -121,7 +123,8 @@ def draft_nearly_right(monkeypatch, executor, expected: list[list[int]]) -> None
             right = torch.tensor(expected[slot][start : start + draft_tokens.shape[1]], dtype=torch.int32)
             draft_tokens[row, : len(right)] = right
             draft_tokens[row, start % (draft_tokens.shape[1] + 1) :] += 1
-        store(slot_ids, bonus_tokens, None if draft_tokens is None else draft_tokens % 12, next_context_lens)
+        changed = None if draft_tokens is None else Proposal(tokens=draft_tokens % 12)
+        store(slot_ids, bonus_tokens, changed, next_context_lens)
 
     monkeypatch.setattr(executor._slots, "store", store_others)
 
