@@ -40,7 +40,6 @@ def likeliest_tokens(
     tokens = (best_tokens // PIECE * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
     x = tl.load(logits + tokens, mask=tokens < vocab_size, other=0.0).to(tl.float32)
     rankings = tl.where(tokens < vocab_size, ranking_of(x, tokens), NO_RANKING)
-    rankings = tl.reshape(rankings, (NUM_CHOICES * PIECE,), can_reorder=True)
     return logit_and_token(largest_rankings(rankings, num_choices, NUM_CHOICES))
 
 
@@ -60,6 +59,7 @@ def chances_of(scores, is_choice, degree):
     """softmax(scores / degree) of the choices; 0 of all where the scores give none: NaN, +inf, or -inf alone."""
     known = tl.where(is_choice, scores, float("-inf"))
     largest = tl.max(tl.where(known == known, known, float("inf")), axis=0)
-    has_chances = tl.abs(largest) < float("inf")
-    e = tl.exp(tl.div_rn(known - tl.where(has_chances, largest, 0.0), degree))
-    return tl.where(has_chances & is_choice, e / tl.sum(tl.where(is_choice, e, 0.0), axis=0), 0.0)
+    has_chances = (largest < float("inf")) & (largest > float("-inf"))
+    differences = tl.where(has_chances, known, 0.0) - tl.where(has_chances, largest, 0.0)
+    e = tl.exp(tl.div_rn(differences, degree))
+    return tl.where(has_chances, e / tl.sum(e, axis=0), 0.0)

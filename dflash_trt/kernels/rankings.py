@@ -30,11 +30,11 @@ def logit_and_token(ranking):
 
 @triton.jit
 def largest_rankings(rankings, count, CAPACITY: tl.constexpr):
-    """int64 [CAPACITY], the `count` largest in falling order, NO_RANKING behind them."""
+    """int64 [CAPACITY], the `count` largest of any shape in falling order, NO_RANKING behind them."""
     places = tl.arange(0, CAPACITY)
     largest = tl.full([CAPACITY], NO_RANKING, tl.int64)
     for place in range(count):
-        best = tl.max(rankings, axis=0)
+        best = tl.max(rankings)
         largest = tl.where(places == place, best, largest)
         rankings = tl.where(rankings == best, NO_RANKING, rankings)
     return largest

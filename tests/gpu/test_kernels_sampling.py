@@ -5,9 +5,9 @@ import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import norm_launch
-from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
 from tests.kernels import reference_norm, reference_sampling
+from tests.kernels.test_argmax_kernels import shared_drafts
 from tests.kernels.test_sampling_kernels import MIXED, make_inputs, make_logits, moved, network_inputs, run_kernels
 
 pytestmark = [
@@ -75,7 +75,7 @@ def test_sampling_is_one_graph_without_a_word_to_the_host():
     assert not torch.equal(outputs.emitted_tokens, expected)
 
 
-def drafts(logits, temperatures, draft_to_target=None, *, run=draft_tokens):
+def drafts(logits, temperatures, draft_to_target=None, *, run=shared_drafts):
     requests = torch.arange(len(temperatures), device=DEVICE)
     return run(logits, torch.tensor(temperatures, device=DEVICE), 2**40 + requests, 9 * requests.int(), draft_to_target)
 
@@ -94,7 +94,7 @@ def test_drafts_have_the_noise_of_the_target_s_tokens(has_map):
     found = drafts(logits, temperatures, targets).cpu()
     expected = drafts(logits, temperatures, targets, run=reference_sampling.draft_tokens)
     assert (found != expected).float().mean() <= MAX_UNLIKE_FRACTION
-    other = draft_tokens(
+    other = shared_drafts(
         logits, torch.ones(8, device=DEVICE), torch.arange(8, device=DEVICE), torch.zeros(8).int().cuda()
     )
     assert (found[1:] != other.cpu()[1:]).float().mean() > 0.3  # the negative control
