@@ -45,7 +45,9 @@ def assert_drawn_drafts_are_the_same(reference: Any, executor: Any, *, num_steps
     """Chained steps of a request whose drafts are drawn apart, among others: tokens, drafts, and what slots keep."""
     apart = replace(SAMPLED, temperature=6.0, seed=11, draft_stream=1)  # at which target and drafter are alike
     samplings = (StepSampling(), apart, SAMPLED, replace(apart, top_p=0.9, seed=2**40 + 1))
-    requests = tuple(prefill(str(i), 2 + i, sampling, first_page=12 * i) for i, sampling in enumerate(samplings))
+    prompts = [prefill(str(i), 2 + i, sampling, first_page=12 * i) for i, sampling in enumerate(samplings)]
+    vocab_size = reference.network.target.vocab_size
+    requests = tuple(replace(x, token_ids=tuple(token % vocab_size for token in x.token_ids)) for x in prompts)
     batch, is_apart = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS), torch.tensor([1, 3])
     expected = run_batch(reference, batch)
     assert_same(run_batch(executor, batch), expected)
