@@ -8,11 +8,16 @@ _CAPACITIES = (16, 64, 256, 1024, 4096)
 MAX_REQUESTS = _CAPACITIES[-1]
 MAX_DELTA_HEAD_DIM: Final = 128  # of gated delta nets
 MAX_DELTA_RECORDS: Final = 64
-MAX_CANDIDATES: Final = 64  # of a slot of a draft block
+MAX_CANDIDATES: Final = 64  # of a slot of a draft block, and choices of a draft
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def choice_capacity(num_choices: int) -> int:
+    """The constant NUM_CHOICES: one of two sizes."""
+    return 32 if num_choices <= 32 else MAX_CANDIDATES
 
 
 def request_capacity(num_requests: int) -> int:

@@ -1,4 +1,4 @@
-"""Sampling on a GPU, over vocabularies of any size and with no sort: seven small launches, no host in between.
+"""Sampling on a GPU, over vocabularies of any size and with no sort: nine small launches, no host in between.
 
 `reference_sampling.py` is the same arithmetic in PyTorch. Probabilities are compared and summed in fixed point
 (e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. A token is
@@ -10,6 +10,8 @@ beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
                                     `core/step_spec.py`); a floor under every token that top_k/top_p keep
     collect          [rows, tiles]  the mass of each tile; tokens above the floor go to the row's list, in any order
     row_threshold    [rows]         the smallest exponential that top_k and top_p keep, by histograms of the list
+    kept_mass        [rows, tiles]  of drafts that were drawn apart, and
+    test_drafts      [rows]         which of them are accepted: `rejection.py`
     tile_draw        [rows, tiles]  the kept token of each tile whose score is largest with its noise
     draw             [rows]         the token of the row
     accept           [requests]     the longest prefix of candidates that equals the sampled tokens
@@ -21,19 +23,20 @@ beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.philox import noise_of_range
+from dflash_trt.kernels.philox import TOKENS, noise_of_range
+from dflash_trt.kernels.rejection import ACCEPTED, REJECTED, UNTESTED, first_choice, without_choices
 from dflash_trt.kernels.sampling_rows import (
+    FILTERED,
+    GREEDY,
+    RANDOM,
     exponentials,
+    is_kept,
     kth_piece,
     load_logits,
     mass_larger_than,
     mass_of,
     search_threshold,
 )
-
-GREEDY = tl.constexpr(0)  # row modes
-RANDOM = tl.constexpr(1)  # no filter, or min_p alone
-FILTERED = tl.constexpr(2)  # top_k or top_p
 
 _NO_INDEX = tl.constexpr(0x7FFFFFFF)
 
@@ -233,25 +236,30 @@ def row_threshold_kernel(
         tl.store(row_threshold + row, threshold)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "num_choices"])
 def tile_draw_kernel(
     logits,  # F [rows, vocab_size]
+    token_ids,  # int32 [T]
     positions,  # int32 [T]
     logit_rows,  # int32 [rows]
+    choices,  # int32 [R, K * num_choices]
     temperature,  # float32 [R]
     seed,  # int64 [R]
     row_max,  # float32 [rows]
     row_mode,  # int32 [rows]
     row_threshold,  # float32 [rows]
+    row_outcome,  # int32 [rows]
     tile_max,  # float32 [rows, tiles], of the logits
     tile_score,  # float32 [rows, tiles], the largest with its noise among the kept tokens
     tile_token,  # int32 [rows, tiles], the first one that has it
     vocab_size,
     width,
+    num_choices,
     TILE: tl.constexpr,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
-    if tl.load(row_mode + row) != GREEDY:
+    outcome = tl.load(row_outcome + row)
+    if (tl.load(row_mode + row) != GREEDY) & (outcome != ACCEPTED):
         at = row * tl.num_programs(1) + tile
         degree, largest = tl.load(temperature + row // width), tl.load(row_max + row)
         threshold = tl.load(row_threshold + row)
@@ -259,12 +267,18 @@ def tile_draw_kernel(
         if tl.exp(tl.div_rn(tl.load(tile_max + at) - largest, degree)) >= threshold:
             offsets = tile * TILE + tl.arange(0, TILE)
             x = load_logits(logits, row, offsets, vocab_size) - largest
-            is_kept = (tl.exp(tl.div_rn(x, degree)) >= threshold) & (offsets < vocab_size)
-            position = tl.load(positions + tl.load(logit_rows + row)) + 1
-            noise = noise_of_range(tl.load(seed + row // width), position, tile * TILE, TILE)
-            scores = tl.where(is_kept, x + degree * noise, float("-inf"))
+            is_in = is_kept(tl.exp(tl.div_rn(x, degree)), threshold)
+            token_row = tl.load(logit_rows + row)
+            position = tl.load(positions + token_row) + 1
+            noise = noise_of_range(tl.load(seed + row // width), position, TOKENS, tile * TILE, TILE)
+            scores = tl.where(is_in, x + degree * noise, float("-inf"))
+            if outcome == REJECTED:
+                own = choices + first_choice(row, width, num_choices)
+                scores = without_choices(
+                    scores, tile * TILE, own, tl.load(token_ids + token_row + 1), num_choices, TILE
+                )
             score = tl.max(scores, axis=0)
-            token = tl.min(tl.where((scores == score) & is_kept, offsets, _NO_INDEX), axis=0)
+            token = tl.min(tl.where((scores == score) & is_in, offsets, _NO_INDEX), axis=0)
         tl.store(tile_score + at, score)
         tl.store(tile_token + at, token)
 
@@ -274,6 +288,9 @@ def draw_kernel(
     logits,  # F [rows, vocab_size]
     row_log_sum,  # float32 [rows]
     row_mode,  # int32 [rows]
+    row_outcome,  # int32 [rows]
+    row_score,  # float32 [rows], of tested rows
+    row_token,  # int32 [rows]
     tile_score,  # float32 [rows, tiles]
     tile_token,  # int32 [rows, tiles]
     emitted_tokens,  # int32 [rows], random rows only
@@ -288,7 +305,13 @@ def draw_kernel(
         at = row * num_tiles + tiles
         scores = tl.load(tile_score + at, mask=tiles < num_tiles, other=float("-inf"))
         tokens = tl.load(tile_token + at, mask=tiles < num_tiles, other=_NO_INDEX)
-        token = tl.min(tl.where(scores == tl.max(scores, axis=0), tokens, _NO_INDEX), axis=0)
+        score = tl.max(scores, axis=0)
+        token = tl.min(tl.where(scores == score, tokens, _NO_INDEX), axis=0)
+        outcome = tl.load(row_outcome + row)
+        if outcome != UNTESTED:
+            own, own_score = tl.load(row_token + row), tl.load(row_score + row)
+            is_own = (outcome == ACCEPTED) | (own_score > score) | ((own_score == score) & (own < token))
+            token = tl.where(is_own, own, token)
         token = tl.minimum(token, vocab_size - 1)
         logit = tl.load(logits + row.to(tl.int64) * vocab_size + token).to(tl.float32)
         tl.store(emitted_tokens + row, token)

@@ -1,4 +1,4 @@
-"""How the kernels of `sampling.py` are launched: scratch memory, order, grids, and ahead-of-time variants.
+"""How the kernels of `sampling.py` and `rejection.py` are launched: scratch memory, order, grids, constants.
 
 The torch backend calls `sample_and_accept`; the plugin library compiles the order of the kernels and the table of
 their scratch tensors (`rules.py`). Allocates nothing while a step runs.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.kernels import sampling
-from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels import rejection, sampling
+from dflash_trt.kernels.capacity import MAX_CANDIDATES, next_power_of_2
 from dflash_trt.kernels.next_inputs import draft_block_kernel
 from dflash_trt.kernels.sampling_scratch import BINS, LIST_CAPACITY, PIECES, SCRATCH, TILE, num_tiles
 
@@ -32,6 +32,8 @@ class SamplingInputs(SamplingColumns[Tensor]):
     context_lens: Tensor
     logit_rows: Tensor
     num_candidates: Tensor
+    choices: Tensor | None = None  # of steps that test drafts
+    chances: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +81,7 @@ def sample_and_accept(
     outputs: SamplingOutputs,
     workspace: Mapping[str, Tensor],  # `allocate_workspace`, of at least these rows
 ) -> None:
-    """See `Ops.sample_and_accept`. Seven launches on the current stream; writes `outputs`."""
+    """See `Ops.sample_and_accept`. Nine launches on the current stream; writes `outputs`."""
     num_requests, width = inputs.logit_rows.shape
     num_rows, vocab_size = logits.shape
     assert num_rows == num_requests * width and logits.is_contiguous()
@@ -87,15 +89,27 @@ def sample_and_accept(
     arguments: dict[str, Any] = {name: getattr(inputs, name) for name in SamplingInputs.__dataclass_fields__}
     arguments |= {name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__}
     arguments |= workspace
+    arguments |= _choices(inputs)
     arguments |= {"logits": logits, "vocab_size": vocab_size, "width": width, "num_tiles": num_tiles(vocab_size)}
     sizes = {"num_requests": num_requests, "num_rows": num_rows, "num_tiles": num_tiles(vocab_size)}
     for name, grid in SAMPLING_GRIDS.items():
-        kernel = getattr(sampling, f"{name}_kernel")
+        kernel = sampling_kernel(name)
         constants = sampling_constants(name, vocab_size=vocab_size, width=width)
         given = {key: arguments[key] for key in kernel.arg_names if key not in constants}
         kernel[tuple(sizes.get(size, 1) for size in grid)](
             **given, **constants, num_warps=SAMPLING_WARPS[name], enable_fp_fusion=True
         )
+
+
+def _choices(inputs: SamplingInputs) -> dict[str, Any]:
+    """Without any, other tensors of the types stand in, which are not read."""
+    if inputs.choices is None or inputs.chances is None:
+        return {"choices": inputs.token_ids, "chances": inputs.temperature, "num_choices": 0}
+    num_drafts = inputs.logit_rows.shape[1] - 1
+    num_choices = inputs.choices.shape[1] // max(num_drafts, 1)
+    assert inputs.chances.shape == inputs.choices.shape == (len(inputs.seed), num_drafts * num_choices)
+    assert num_choices <= MAX_CANDIDATES
+    return {"choices": inputs.choices, "chances": inputs.chances, "num_choices": num_choices}
 
 
 def draft_block(
@@ -130,9 +144,15 @@ def sampling_constants(name: str, *, vocab_size: int, width: int) -> dict[str, i
         "LIST_CAPACITY": LIST_CAPACITY,
         "BINS": BINS,
         "WIDTH": next_power_of_2(width),
+        "NUM_CHOICES": MAX_CANDIDATES,
     }
-    kernel: Any = getattr(sampling, f"{name}_kernel")
-    return {key: known[key] for key in kernel.arg_names if key in known}
+    return {key: known[key] for key in sampling_kernel(name).arg_names if key in known}
+
+
+def sampling_kernel(name: str) -> Any:
+    """One of SAMPLING_KERNELS."""
+    module = rejection if hasattr(rejection, f"{name}_kernel") else sampling
+    return getattr(module, f"{name}_kernel")
 
 
 _ROWS = ("num_rows", "1", "1")
@@ -142,9 +162,11 @@ SAMPLING_GRIDS = {
     "row_bounds": _ROWS,
     "collect": _TILES,
     "row_threshold": _ROWS,
+    "kept_mass": _TILES,
+    "test_drafts": _ROWS,
     "tile_draw": _TILES,
     "draw": _ROWS,
     "accept": ("num_requests", "1", "1"),
 }
 SAMPLING_KERNELS = tuple(SAMPLING_GRIDS)  # without "_kernel", in the order of their launches
-SAMPLING_WARPS = dict.fromkeys(SAMPLING_GRIDS, NUM_WARPS) | {"accept": 1}
+SAMPLING_WARPS = dict.fromkeys(SAMPLING_GRIDS, NUM_WARPS) | {"test_drafts": 2, "accept": 1}

@@ -6,6 +6,10 @@
 import triton
 import triton.language as tl
 
+GREEDY = tl.constexpr(0)  # row modes
+RANDOM = tl.constexpr(1)  # no filter, or min_p alone
+FILTERED = tl.constexpr(2)  # top_k or top_p
+
 _ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the largest exponential
 _MASS_UNIT = tl.constexpr(float(1 << 40))
 _BIN_BITS = tl.constexpr(10)
@@ -24,6 +28,12 @@ def exponentials(logits, row, offsets, vocab_size, largest, degree):
     """e^(logit / temperature - largest of them), at most 1; 0 past the vocabulary."""
     x = load_logits(logits, row, offsets, vocab_size)
     return tl.exp(tl.div_rn(x - largest, degree))
+
+
+@triton.jit
+def is_kept(e, threshold):
+    """The filters' answer; no token of no probability, which a threshold of 0 would let pass."""
+    return (e >= threshold) & (e > 0)
 
 
 @triton.jit

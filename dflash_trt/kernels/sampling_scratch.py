@@ -36,6 +36,10 @@ SCRATCH = (
     Scratch("list_count", "int32", per_row=1),
     Scratch("list_values", "float32", per_row=LIST_CAPACITY),
     Scratch("bins", "int64", per_row=BINS),
+    Scratch("tile_kept", "float32", per_tile=1),
+    Scratch("row_outcome", "int32", per_row=1),
+    Scratch("row_score", "float32", per_row=1),
+    Scratch("row_token", "int32", per_row=1),
     Scratch("tile_score", "float32", per_tile=1),
     Scratch("tile_token", "int32", per_tile=1),
 )

@@ -17,6 +17,7 @@ SELECTOR_GRIDS: Final = {
     "merge_candidates": ("num_rows", "1", "1"),
     "walk": ("num_requests", "1", "1"),
 }
+REQUEST_COLUMNS: Final = ("bonus_tokens", "temperature", "seed", "draft_stream", "next_context_lens")
 SELECTOR_KERNELS: Final = tuple(SELECTOR_GRIDS)  # without "_kernel", in the order of their launches
 SELECTOR_WARPS: Final = {"tile_candidates": 8, "merge_candidates": 4, "walk": 4}
 
@@ -25,13 +26,14 @@ def select_tokens(
     logits: Tensor,  # F [R*K, V], contiguous
     hidden: Tensor,  # F [R*K, r]
     codebooks: tuple[Tensor, Tensor],  # F [V, r] each: predecessors, successors
-    requests: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
     top_k: int,
-) -> Tensor:
-    """See `Ops.select_tokens`; int32 [R, K]. Three launches; allocates the result and the scratch tensors.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Ops.select_tokens`; tokens int32 [R, K], choices int32 [R, K*top_k] and chances float32 [R, K*top_k].
 
-    `requests` are bonus_tokens int32, temperature float32, seed int64 and next_context_lens int32, [R] each.
+    `requests` are bonus_tokens int32, temperature float32, seed int64, draft_stream int32 and next_context_lens int32,
+    [R] each. Three launches; allocates the results and the scratch tensors.
     """
     (num_rows, vocab_size), num_requests = logits.shape, len(requests[0])
     num_tiles, rank = -(-vocab_size // TILE), hidden.shape[1]
@@ -40,21 +42,24 @@ def select_tokens(
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    token_ids = new(torch.int32, num_requests, num_rows // num_requests)
+    num_slots = num_rows // num_requests
+    token_ids, candidates = (new(torch.int32, num_requests, num_slots * columns) for columns in (1, top_k))
+    chances = new(torch.float32, num_requests, num_slots * top_k)
     arguments: dict[str, Any] = {
         "logits": logits,
         "tile_rankings": new(torch.int64, num_rows, num_tiles, top_k),
-        "candidates": new(torch.int32, num_rows, top_k),
+        "candidates": candidates,
         "candidate_logits": new(torch.float32, num_rows, top_k),
         "hidden": hidden,
         "predecessor": codebooks[0],
         "successor": codebooks[1],
         "token_ids": token_ids,
+        "chances": chances,
         "vocab_size": vocab_size,
         "num_rankings": num_tiles * top_k,
-        "num_slots": token_ids.shape[1],
+        "num_slots": num_slots,
         "rank": rank,
-    } | dict(zip(("bonus_tokens", "temperature", "seed", "next_context_lens"), requests, strict=True))
+    } | dict(zip(REQUEST_COLUMNS, requests, strict=True))
     sizes = {"num_rows": num_rows, "num_tiles": num_tiles, "num_requests": num_requests}
     for name, grid in SELECTOR_GRIDS.items():
         kernel = getattr(selector, f"{name}_kernel")
@@ -63,7 +68,7 @@ def select_tokens(
         kernel[tuple(sizes.get(size, 1) for size in grid)](
             **given, **constants, num_warps=SELECTOR_WARPS[name], enable_fp_fusion=True
         )
-    return token_ids
+    return token_ids, candidates, chances
 
 
 def selector_constants(name: str, *, vocab_size: int, top_k: int, rank: int) -> dict[str, int]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels import argmax, sampling
+from dflash_trt.kernels import argmax
 from dflash_trt.kernels.argmax_launch import DRAFT_GRIDS, DRAFT_SCRATCH, DRAFT_WARPS, draft_constants
 from dflash_trt.kernels.sampling_launch import (
     SAMPLING_GRIDS,
@@ -16,9 +16,12 @@ from dflash_trt.kernels.sampling_launch import (
     SamplingInputs,
     SamplingOutputs,
     sampling_constants,
+    sampling_kernel,
     workspace_shapes,
 )
 from plugins.aot.variant import KernelVariant, pointer
+
+NUM_CHOICES: Final = 32  # of a draft, at most: no drafter of the library's has more
 
 
 def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
@@ -27,7 +30,7 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
     return tuple(
         KernelVariant(
             name=name,
-            kernel=getattr(sampling, f"{name}_kernel"),
+            kernel=sampling_kernel(name),
             signature=_signature(name, dtype, vocab_size),
             constexprs=sampling_constants(name, vocab_size=vocab_size, width=max_width),
             num_warps=SAMPLING_WARPS[name],
@@ -38,17 +41,20 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
     )
 
 
-def draft_variants(dtype: torch.dtype, *, vocab_size: int, has_map: bool) -> tuple[KernelVariant, ...]:
+def draft_variants(
+    dtype: torch.dtype, *, vocab_size: int, has_map: bool, num_choices: int = NUM_CHOICES
+) -> tuple[KernelVariant, ...]:
     """The launches of `argmax_launch.draft_tokens`, in order; grids as above. `has_map`: of a draft vocabulary."""
     values, integers, longs = (pointer(of) for of in (torch.float32, torch.int32, torch.int64))
-    types = dict.fromkeys(("next_context_lens", "token_ids"), integers)
+    types = dict.fromkeys(("draft_stream", "next_context_lens", "token_ids", "draft_choices"), integers)
     types |= {scratch.name: pointer(torch_dtype(scratch.dtype)) for scratch in DRAFT_SCRATCH}
     types |= {"logits": pointer(dtype), "temperature": values, "seed": longs, "draft_to_target": longs}
-    types |= {"num_slots": "i32", "num_tiles": "i32", "vocab_size": _size(vocab_size)}
+    types |= {"draft_chances": values, "vocab_size": _size(vocab_size)}
+    types |= dict.fromkeys(("num_slots", "num_tiles", "num_choices"), "i32")
     variants = []
     for name, grid in DRAFT_GRIDS.items():
         kernel: Any = getattr(argmax, f"{name}_kernel")
-        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map)
+        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map, num_choices=num_choices)
         variants.append(
             KernelVariant(
                 name=name,
@@ -86,16 +92,15 @@ def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
 
 
 def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:
-    kernel: Any = getattr(sampling, f"{name}_kernel")
     constants = sampling_constants(name, vocab_size=vocab_size, width=1)
     types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
     types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
     types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
     types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
-    types |= {"emitted_logprobs": pointer(torch.float32)}
-    types |= {"logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
+    types |= dict.fromkeys(("emitted_logprobs", "chances"), pointer(torch.float32))
+    types |= {"logits": pointer(dtype)} | dict.fromkeys(("width", "num_tiles", "num_choices"), "i32")
     types["vocab_size"] = _size(vocab_size)
-    return {key: types[key] for key in kernel.arg_names if key not in constants}
+    return {key: types[key] for key in sampling_kernel(name).arg_names if key not in constants}
 
 
 def _size(vocab_size: int) -> str:

@@ -118,6 +118,7 @@ extern "C"
         int32_t num_requests;
         int32_t width; /* S = K + 1 */
         int32_t vocab_size;
+        int32_t num_choices; /* C, of a draft; 0: no drafts are tested, and choices and chances are not read */
     } dflash_trt_sampling_shape;
 
     /* Device addresses in the order of the inputs and outputs of SampleAndAccept or DraftTokens, which
@@ -135,6 +136,7 @@ extern "C"
         int32_t num_slots; /* K */
         int32_t vocab_size;
         int32_t has_map; /* of a draft vocabulary; else draft_to_target is not read */
+        int32_t num_choices; /* C, from 1 to vocab_size */
     } dflash_trt_draft_tokens_shape;
 
     /* One weight of all experts; words as the fields of Experts. */

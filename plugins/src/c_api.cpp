@@ -100,12 +100,12 @@ PreviousRows previous_rows_of(dflash_trt_previous_rows_shape const& shape)
 
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
 {
-    return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
+    return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size, shape.num_choices};
 }
 
 SamplingShape drafts_of(dflash_trt_draft_tokens_shape const& shape)
 {
-    return {float_type(shape.float_type), shape.num_requests, shape.num_slots, shape.vocab_size};
+    return {float_type(shape.float_type), shape.num_requests, shape.num_slots, shape.vocab_size, shape.num_choices};
 }
 
 ExpertsShape experts_of(dflash_trt_experts_shape const& shape)

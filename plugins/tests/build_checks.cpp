@@ -245,6 +245,7 @@ void check_configuration(Plugin const& plugin, Node node)
     if (node.name == "DraftTokens")
     {
         refuses("logits", 1, int64_t{1} << 30, "TILES");
+        refuses("logits", 1, kChoices - 1, "num_choices: expected at most the vocabulary, 31");
         return;
     }
     if (node.name == "Experts")

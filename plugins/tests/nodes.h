@@ -39,7 +39,7 @@ struct Node
 
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
-constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
+constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000, kChoices = 32;
 // Of tests/plugins/delta_cases.py.
 constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
@@ -94,19 +94,22 @@ inline std::vector<Node> make_nodes(
         {"PreviousRows", {state, {"page_size", 4}},
             {{"x", {num_tokens, kHidden}, f}, pools, positions, token_offsets, per_request("context_lens", i32), page_table},
             {{"before", {num_tokens, kHidden}, f}}, 1},
-        {"SampleAndAccept", {},
+        {"SampleAndAccept", {{"num_choices", int32_t{kChoices}}},
             {{"logits", {block, kVocabulary}, f}, {"token_ids", {num_tokens}, i32}, positions, token_offsets,
                 per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
-                per_request("num_candidates", i32), per_request("temperature", f32), per_request("top_k", i32),
+                per_request("num_candidates", i32), {"choices", {kRequests, (kWidth - 1) * kChoices}, i32},
+                {"chances", {kRequests, (kWidth - 1) * kChoices}, f32}, per_request("temperature", f32), per_request("top_k", i32),
                 per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64),
                 per_request("draft_stream", i32)},
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
-            7},
-        {"DraftTokens", {{"has_map", 0}},
+            9},
+        {"DraftTokens", {{"has_map", 0}, {"num_choices", int32_t{kChoices}}},
             {{"logits", {block, kVocabulary}, f}, per_request("temperature", f32), per_request("seed", i64),
-                next_context_lens, {"draft_to_target", {1}, i64}},
-            {{"token_ids", {kRequests, kWidth}, i32}}, 2},
+                per_request("draft_stream", i32), next_context_lens, {"draft_to_target", {1}, i64}},
+            {{"token_ids", {kRequests, kWidth}, i32}, {"draft_choices", {kRequests, kWidth * kChoices}, i32},
+                {"draft_chances", {kRequests, kWidth * kChoices}, f32}},
+            2},
         {"Experts",
             {{"first_expert", 0}, {"num_chosen", 3}, {"routing", 1}, {"normalizes", 0}, {"has_choice_bias", 0},
                 {"num_groups", 1}, {"num_chosen_groups", 1}, {"activation", 1}, {"scales_inputs", 0}, {"gate_up_form", 3},

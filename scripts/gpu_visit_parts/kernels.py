@@ -7,14 +7,13 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, StepSampling
-from dflash_trt.kernels import argmax_launch, attention_launch, norm_launch, quantize_fp8_launch, sampling_launch
+from dflash_trt.kernels import attention_launch, norm_launch, quantize_fp8_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store
 from gpu_visit_parts.delta_nets import delta_net_kernels
 from gpu_visit_parts.kernel_case import Call, Kernel, cases_of
 from gpu_visit_parts.setting import SETTING, Case
+from gpu_visit_parts.vocabulary import vocabulary_kernels
 
 
 def cases() -> Iterator[Case]:
@@ -33,7 +32,7 @@ def kernels() -> Iterator[Kernel]:
         yield from _row_kernels(num_rows)
         yield from _linears(16 if SETTING.is_dry_run else num_rows)
     for num_rows in [2] if SETTING.is_dry_run else [1, 16, 128, 512]:
-        yield from _vocabulary_kernels(num_rows)
+        yield from vocabulary_kernels(num_rows)
     yield from delta_net_kernels()
 
 
@@ -251,67 +250,3 @@ def _linears(num_rows: int) -> Iterator[Kernel]:
             is_fp8=True,
             make=fp8,
         )
-
-
-def _vocabulary_kernels(num_rows: int) -> Iterator[Kernel]:
-    logits_bytes = 2.0 * num_rows * SETTING.vocab
-
-    def drafts(temperature: float) -> Call:
-        logits = _tokens(num_rows, SETTING.vocab)
-        request = torch.zeros(1, dtype=torch.int64, device=SETTING.device)
-        degree = torch.full((1,), temperature, device=SETTING.device)
-        return lambda: argmax_launch.draft_tokens(logits, degree, request, request.int())
-
-    def argmax_torch() -> Call:
-        logits = _tokens(num_rows, SETTING.vocab)
-        return lambda: logits.argmax(dim=1)
-
-    for temperature in (0.0, 1.0):
-        yield Kernel(
-            kernel="draft_tokens",
-            shape=f"{num_rows} rows of {SETTING.vocab}, temperature {temperature:g}",
-            num_bytes=logits_bytes,
-            make=lambda temperature=temperature: drafts(temperature),
-            torch_kernels={} if temperature else {"argmax": argmax_torch},
-        )
-    settings = {
-        "greedy": (0.0, 0, 1.0, 0.0),
-        "temperature": (1.0, 0, 1.0, 0.0),
-        "min_p": (1.0, 0, 1.0, 0.05),
-        "top_k 50": (1.0, 50, 1.0, 0.0),
-        "top_p 0.95": (1.0, 0, 0.95, 0.0),
-        "top_k 50, top_p 0.95": (1.0, 50, 0.95, 0.0),
-    }
-    for name, setting in settings.items():
-        yield Kernel(
-            kernel="sample_and_accept",
-            shape=f"{num_rows} rows of {SETTING.vocab}, {name}",
-            num_bytes=logits_bytes,
-            make=lambda setting=setting: _sampling(num_rows, setting),
-        )
-
-
-def _sampling(num_rows: int, setting: tuple[float, int, float, float]) -> Call:
-    """One request per row. The logits spread like a language model's: a few far above the rest."""
-    logits = (3.0 * torch.randn(num_rows, SETTING.vocab, device=SETTING.device)).to(SETTING.dtype)
-    temperature, top_k, top_p, min_p = setting
-    zeros = torch.zeros(num_rows, dtype=torch.int32, device=SETTING.device)
-    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=SETTING.device)
-    chosen = StepSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    columns = {
-        row.name: torch.full_like(zeros, getattr(chosen, row.name), dtype=torch_dtype(row.dtype))
-        for row in STEP_SAMPLING_FIELDS
-        if row.dtype is not None
-    }
-    inputs = sampling_launch.SamplingInputs(
-        token_ids=zeros,
-        positions=rows[:-1].contiguous(),
-        token_offsets=rows,
-        context_lens=zeros,
-        logit_rows=rows[:-1, None].contiguous(),
-        num_candidates=zeros,
-        **columns | {"seed": torch.arange(num_rows, device=SETTING.device)},
-    )
-    outputs = sampling_launch.allocate_outputs(num_rows, 1, SETTING.device)
-    workspace = sampling_launch.allocate_workspace(num_rows, SETTING.vocab, SETTING.device)
-    return lambda: sampling_launch.sample_and_accept(logits, inputs, outputs, workspace)

@@ -7,9 +7,18 @@ from dflash_trt.kernels.block_conv import block_conv_kernel
 from plugins.aot.page_variants import previous_rows_variant
 from plugins.aot.variant import KernelVariant, pointer
 
-INT32 = ("bonus_tokens", "next_context_lens", "token_ids", "candidates", "positions", "token_offsets", "context_lens")
+INT32 = (
+    "bonus_tokens",
+    "draft_stream",
+    "next_context_lens",
+    "token_ids",
+    "candidates",
+    "positions",
+    "token_offsets",
+    "context_lens",
+)
 TYPES = {name: pointer(torch.int32) for name in (*INT32, "page_table", "lengths")}
-TYPES |= {name: pointer(torch.float32) for name in ("candidate_logits", "temperature")}
+TYPES |= {name: pointer(torch.float32) for name in ("candidate_logits", "temperature", "chances")}
 TYPES |= {name: pointer(torch.int64) for name in ("tile_rankings", "seed")}
 SIZES = ("num_slots", "vocab_size", "num_rankings", "rank", "width", "num_requests", "pages_per_request", "page_shift")
 TYPES |= dict.fromkeys((*SIZES, "filter_stride", "hidden_size"), "i32")

@@ -1,11 +1,14 @@
-"""Drafts straight from low-precision logits, however the vocabulary is cut: greedy, and with the target's noise."""
+"""Drafts straight from low-precision logits, however the vocabulary is cut: greedy, and with the target's noise.
+
+`test_choice_kernels.py` has those that are drawn apart.
+"""
 
 import pytest
 import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import argmax
-from dflash_trt.kernels.argmax import TILE, combine_argmax_kernel
+from dflash_trt.kernels.argmax import PIECES, TILE, combine_argmax_kernel
 from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.network.ops import Acceptance
 from tests.kernels import reference_sampling
@@ -18,7 +21,16 @@ def make_logits(num_rows, vocab_size, *, dtype=torch.float32, seed=0):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def drafts(logits, temperatures, *, draft_to_target=None, run=draft_tokens, seed=3, start=40):
+def shared_drafts(logits, temperature, seed, next_context_lens, draft_to_target=None):
+    """Of requests whose drafts share the target's noise."""
+    stream = torch.zeros_like(next_context_lens)
+    choice = {"num_choices": min(4, logits.shape[1])}
+    tokens, _, chances = draft_tokens(logits, temperature, seed, stream, next_context_lens, draft_to_target, **choice)
+    assert not chances.any()
+    return tokens
+
+
+def drafts(logits, temperatures, *, draft_to_target=None, run=shared_drafts, seed=3, start=40):
     """Blocks of requests with these temperatures, each with a seed and a start of its own."""
     steps = torch.arange(len(temperatures), device=DEVICE)
     degrees = torch.tensor(temperatures, dtype=torch.float32, device=DEVICE)
@@ -64,7 +76,13 @@ def test_tiles_without_a_token_give_one_of_the_vocabulary(num_tiles):
     vocab_size, token = num_tiles * TILE, torch.empty(1, dtype=torch.int32, device=DEVICE)
     nothing = torch.full((1, num_tiles), torch.nan, device=DEVICE)
     no_index = torch.full((1, num_tiles), 2**31 - 1, dtype=torch.int32, device=DEVICE)
-    combine_argmax_kernel[(1,)](nothing, no_index, no_index, token, vocab_size, num_tiles, HAS_MAP=False, TILES=4)
+    zeros, choice = torch.zeros(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    of_request = (nothing, zeros, choice.long(), choice, choice, choice.long())
+    constants = {"HAS_MAP": False, "TILE": TILE, "TILES": 4, "PIECES": PIECES, "NUM_CHOICES": 32}
+    sizes = (vocab_size, 1, num_tiles, 1)
+    combine_argmax_kernel[(1,)](
+        *of_request, nothing, no_index, choice.long(), token, choice, zeros, *sizes, **constants
+    )
     assert 0 <= int(token) < vocab_size
 
 
@@ -102,7 +120,7 @@ def test_drafts_of_the_target_s_own_logits_are_what_the_target_is_sampled_to(voc
     expected = torch_sampling.sample_and_accept(logits.cpu(), network_inputs(inputs)).emitted_tokens
     starts = inputs.context_lens  # row j is at position start + j, and its token at start + j + 1
     arguments = [x.to(DEVICE) for x in (inputs.temperature, inputs.seed, starts)]
-    assert draft_tokens(logits, *arguments).tolist() == expected.tolist()
+    assert shared_drafts(logits, *arguments).tolist() == expected.tolist()
     acceptance = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, starts))
     found = torch_sampling.draft_tokens(logits.cpu(), network_inputs(inputs), acceptance, None, num_choices=4).tokens
     assert found.tolist() == expected.tolist()

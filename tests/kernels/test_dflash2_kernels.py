@@ -12,6 +12,7 @@ from dflash_trt.kernels import selector
 from dflash_trt.kernels.block_conv_launch import block_conv
 from dflash_trt.kernels.selector_launch import TILE, select_tokens
 from dflash_trt.network.ops import Codebooks
+from dflash_trt.network.proposal import Proposal
 
 TEMPERATURES = (0.0, 0.8, 1.4)
 
@@ -56,21 +57,29 @@ class Step:
         self.temperature = torch.tensor(TEMPERATURES, device=device)
         self.seed = torch.tensor([1, 2**40 + 5, 9], device=device)
         self.starts = torch.tensor([7, 0, 300], dtype=torch.int32, device=device)
+        self.stream = torch.zeros(3, dtype=torch.int32, device=device)
 
-    def found(self) -> list[list[int]]:
+    def selected(self) -> tuple[Tensor, Tensor, Tensor]:
         codebooks, requests = (
             (self.predecessor, self.successor),
-            (self.bonus, self.temperature, self.seed, self.starts),
+            (self.bonus, self.temperature, self.seed, self.stream, self.starts),
         )
-        tokens = select_tokens(self.logits, self.hidden, codebooks, requests, top_k=self.top_k)
-        assert tokens.dtype == torch.int32
+        return select_tokens(self.logits, self.hidden, codebooks, requests, top_k=self.top_k)
+
+    def found(self) -> list[list[int]]:
+        tokens, choices, chances = self.selected()
+        assert tokens.dtype == choices.dtype == torch.int32
+        assert not chances[self.stream == 0].any()
         return tokens.tolist()
 
-    def expected(self) -> list[list[int]]:
+    def defined(self) -> Proposal[Tensor]:
         codebooks = Codebooks(predecessor=self.predecessor, successor=self.successor, top_k=self.top_k)
-        inputs: Any = SimpleNamespace(temperature=self.temperature, seed=self.seed, draft_stream=torch.zeros(3).int())
+        inputs: Any = SimpleNamespace(temperature=self.temperature, seed=self.seed, draft_stream=self.stream)
         acceptance: Any = SimpleNamespace(bonus_tokens=self.bonus, next_context_lens=self.starts)
-        return torch_dflash2.select_tokens(self.logits, self.hidden, codebooks, inputs, acceptance).tokens.tolist()
+        return torch_dflash2.select_tokens(self.logits, self.hidden, codebooks, inputs, acceptance)
+
+    def expected(self) -> list[list[int]]:
+        return self.defined().tokens.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -96,6 +105,40 @@ def test_every_input_of_the_walk_counts(device: torch.device) -> None:
         assert found == step.expected()
         assert found[1:] != first[1:], name
         assert found[0] == first[0] or name not in ("seed", "starts"), "greedy knows neither"
+
+
+@pytest.mark.parametrize(("vocab_size", "num_slots", "top_k"), [(63, 3, 4), (TILE + 3, 2, 5), (300, 4, 16)])
+def test_drafts_apart_and_their_chances_are_those_of_pytorch(
+    device: torch.device, vocab_size: int, num_slots: int, top_k: int
+) -> None:
+    step = Step(device, vocab_size=vocab_size, num_slots=num_slots, top_k=top_k, dtype=torch.float32)
+    shared = step.found()
+    step.stream[2] = 1
+    tokens, choices, chances = step.selected()
+    expected = step.defined()
+    assert expected.choices is not None and expected.chances is not None
+    assert tokens.tolist() == expected.tokens.tolist()
+    assert choices.tolist() == expected.choices.tolist()
+    torch.testing.assert_close(chances[2], expected.chances[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(chances[2].view(num_slots, top_k).sum(dim=1).cpu(), torch.ones(num_slots))
+    assert not chances[:2].any()
+    assert tokens[2].tolist() != shared[2] or vocab_size == 63  # the negative control: noise of another stream
+    assert tokens[:2].tolist() == shared[:2]
+    step.temperature[2] *= 1.5
+    assert not torch.allclose(step.selected()[2][2], chances[2], atol=1e-3)
+
+
+def test_a_walk_over_logits_that_are_not_finite_has_no_chances(device: torch.device) -> None:
+    step = Step(device, vocab_size=300, num_slots=2, top_k=4, dtype=torch.float32)
+    step.stream[1:] = 1
+    step.logits[2] = torch.nan
+    step.logits[4, 7] = torch.inf
+    chances = step.selected()[2].view(3, 2, 4)
+    expected = step.defined().chances
+    assert expected is not None
+    assert not chances[1, 0].any() and not chances[2, 0].any()
+    assert not expected.view(3, 2, 4)[1, 0].any() and not expected.view(3, 2, 4)[2, 0].any()
+    torch.testing.assert_close(chances[:, 1].sum(dim=1).cpu(), torch.tensor([0.0, 1.0, 1.0]))
 
 
 def test_equal_logits_are_taken_in_the_order_of_tokens(device: torch.device) -> None:

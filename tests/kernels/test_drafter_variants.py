@@ -37,7 +37,7 @@ def test_the_variants_of_dflash2_are_what_is_launched(monkeypatch: pytest.Monkey
     book = torch.zeros(TILE + 16, 300, dtype=dtype)
     ids, requests = torch.zeros(3, dtype=torch.int32), (torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     logits, hidden = torch.zeros(12, TILE + 16, dtype=dtype), torch.zeros(12, 300, dtype=dtype)
-    select_tokens(logits, hidden, (book, book), (ids, *requests, ids), top_k=16)
+    select_tokens(logits, hidden, (book, book), (ids, *requests, ids, ids), top_k=16)
     assert_are_launched(variants, recorders)
 
 

@@ -78,7 +78,8 @@ def run_kernels_in_workspace(logits, inputs):
 
 
 def moved(tensors, device):
-    return type(tensors)(**{item.name: getattr(tensors, item.name).to(device) for item in fields(tensors)})
+    given = {item.name: getattr(tensors, item.name) for item in fields(tensors)}
+    return type(tensors)(**{name: None if value is None else value.to(device) for name, value in given.items()})
 
 
 def network_inputs(inputs):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dflash_trt.kernels import (
     logit_rules_launch,
     norm_launch,
     quantize_fp8_launch,
+    rejection,
     sampling,
     sampling_launch,
 )
@@ -65,10 +67,12 @@ def test_sampling_variants_are_what_is_launched_in_this_order(monkeypatch, dtype
     variants = sampling_variants(dtype, vocab_size=vocab_size, max_width=WIDTH)
     order, recorders = [], {}
     for variant in variants:
-        recorders[variant.name] = recorder = recorded(monkeypatch, sampling, f"{variant.name}_kernel")
+        recorders[variant.name] = recorder = recorded(monkeypatch, _module_of(variant.name), f"{variant.name}_kernel")
         original = recorder.launches
         recorder.launches = _Ordered(original, order, variant.name)
     inputs = make_inputs([(1.0, 0, 1.0, 0.0, 0)] * 3, width=WIDTH)
+    choices = torch.zeros(3, (WIDTH - 1) * 8)
+    inputs = replace(inputs, choices=choices.int(), chances=choices)
     outputs = sampling_launch.allocate_outputs(3, WIDTH, torch.device("cpu"))
     workspace = sampling_launch.allocate_workspace(3 * WIDTH, vocab_size, torch.device("cpu"))
     logits = torch.zeros(3 * WIDTH, vocab_size, dtype=dtype)
@@ -77,6 +81,10 @@ def test_sampling_variants_are_what_is_launched_in_this_order(monkeypatch, dtype
     sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": num_tiles(vocab_size)}
     for variant in variants:
         assert_is_launched_as(variant, recorders[variant.name], sizes)
+
+
+def _module_of(name):
+    return rejection if hasattr(rejection, f"{name}_kernel") else sampling
 
 
 class _Ordered(list):
@@ -126,7 +134,7 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
     request, seed = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     mapped = torch.zeros(vocab_size, dtype=torch.int64) if has_map else None
     logits = torch.zeros(6, vocab_size, dtype=torch.float16)
-    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, mapped)
+    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, request, mapped, num_choices=8)
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 6, "num_tiles": 3})
 
@@ -202,5 +210,5 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
-    assert counts == {90: 24, 100: 24, 103: 24}
+    assert counts == {90: 26, 100: 26, 103: 26}
     assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

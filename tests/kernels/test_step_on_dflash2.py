@@ -1,5 +1,6 @@
 """DFlash2 over the GPU kernels, against the step over plain PyTorch: the same drafts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,32 @@ def assert_steps_are_the_same(reference: Any, executor: Any) -> None:
     assert [len(row.draft_tokens) for row in expected] == [1, 1]
 
 
+def assert_drawn_drafts_are_the_same(reference: Any, executor: Any, *, num_steps: int = 5) -> None:
+    """Chained steps of a request whose drafts are drawn apart, among others: tokens, drafts, and what slots keep."""
+    apart = replace(SAMPLED, temperature=6.0, seed=11, draft_stream=1)  # at which target and drafter are alike
+    samplings = (StepSampling(), apart, SAMPLED, replace(apart, top_p=0.9, seed=2**40 + 1))
+    prompts = [prefill(str(i), 2 + i, sampling, first_page=12 * i) for i, sampling in enumerate(samplings)]
+    vocab_size = reference.network.target.vocab_size
+    requests = tuple(replace(x, token_ids=tuple(token % vocab_size for token in x.token_ids)) for x in prompts)
+    batch, is_apart = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS), torch.tensor([1, 3])
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
+    num_accepted = []
+    for _ in range(num_steps):
+        ours, theirs = executor._staging.slots, reference._slots
+        assert ours.token_ids.cpu().tolist()[:4] == theirs.token_ids.tolist()[:4]
+        assert ours.choices.cpu()[is_apart].tolist() == theirs.choices[is_apart].tolist()
+        torch.testing.assert_close(ours.chances.cpu()[is_apart], theirs.chances[is_apart], rtol=1e-3, atol=1e-5)
+        sums = theirs.chances[is_apart].view(2 * NUM_DRAFT_TOKENS, -1).sum(dim=1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+        batch = next_batch(batch, expected, num_candidates=lambda r: NUM_DRAFT_TOKENS)
+        plan = chained(plan_of(batch))
+        expected = request_results(reference.submit(plan).result())
+        assert_same(request_results(executor.submit(plan).result()), expected)
+        num_accepted += [expected[r].num_accepted for r in is_apart.tolist()]
+    assert 0 < sum(num_accepted) < NUM_DRAFT_TOKENS * len(num_accepted), "some drafts are accepted, some rejected"
+
+
 @pytest.fixture(scope="module")
 def dflash2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     scaled = {"output_multiplier": 0.4, "final_logit_softcapping": 3.0}
@@ -53,6 +80,11 @@ def test_dflash2_over_the_kernels_drafts_as_over_plain_pytorch(
     for pages in executor.pages:
         pages.fill_(torch.nan)  # as another request may have left them
     assert_steps_are_the_same(reference, executor)
+
+
+def test_dflash2_over_the_kernels_draws_drafts_apart_as_plain_pytorch(tmp_path: Path, device: torch.device) -> None:
+    pair = make_dflash2_pair(tmp_path, top_k=48, keys={"output_multiplier": 0.1})  # scores that are nearly flat
+    assert_drawn_drafts_are_the_same(*make_executors(pair, device))
 
 
 def test_a_changed_part_of_dflash2_is_noticed(dflash2: tuple[Path, Path], device: torch.device) -> None:

@@ -33,8 +33,11 @@ class AttentionShape(ctypes.Structure):
     )
 
 
-SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size", ctypes.c_int32)
-DraftsShape = _structure("DraftsShape", "float_type num_requests num_slots vocab_size has_map", ctypes.c_int32)
+SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size num_choices", ctypes.c_int32)
+DraftsShape = _structure(
+    "DraftsShape", "float_type num_requests num_slots vocab_size has_map num_choices", ctypes.c_int32
+)
+DRAFT_FIELDS = ("has_map", "num_choices")
 PagesBuffers = _structure("PagesBuffers", _PAGES, ctypes.c_void_p)
 DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
 SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER(ctypes.c_void_p))
@@ -144,7 +147,8 @@ class PluginLibrary:
 
     def sample_and_accept(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         num_requests, width = x["logit_rows"].shape
-        shape = SamplingShape(FLOAT_TYPES[x["logits"].dtype], num_requests, width, x["logits"].shape[1])
+        sizes = (num_requests, width, x["logits"].shape[1], int(fields["num_choices"]))
+        shape = SamplingShape(FLOAT_TYPES[x["logits"].dtype], *sizes)
 
         def integers(*size: int) -> Tensor:
             return torch.empty(size, dtype=torch.int32, device=x["logits"].device)
@@ -164,9 +168,15 @@ class PluginLibrary:
 
     def draft_tokens(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         logits, num_requests = x["logits"], len(x["seed"])
-        num_slots, has_map = len(logits) // num_requests, int(fields["has_map"])
-        shape = DraftsShape(FLOAT_TYPES[logits.dtype], num_requests, num_slots, logits.shape[1], has_map)
-        tokens = {"token_ids": torch.empty((num_requests, num_slots), dtype=torch.int32, device=logits.device)}
+        num_slots, (has_map, num_choices) = len(logits) // num_requests, (int(fields[x]) for x in DRAFT_FIELDS)
+        sizes = (num_requests, num_slots, logits.shape[1], has_map, num_choices)
+        shape = DraftsShape(FLOAT_TYPES[logits.dtype], *sizes)
+
+        def integers(num_columns: int) -> Tensor:
+            return torch.empty((num_requests, num_slots * num_columns), dtype=torch.int32, device=logits.device)
+
+        tokens = {"token_ids": integers(1), "draft_choices": integers(num_choices)}
+        tokens |= {"draft_chances": integers(num_choices).view(torch.float32)}
         workspace = self._workspace("draft_tokens", shape, logits.device)
         contract = next(plugin for plugin in PLUGINS if plugin.name == "DraftTokens")
         buffers = SamplingBuffers(_addresses(x, contract.inputs), _addresses(tokens, contract.outputs))

@@ -28,6 +28,7 @@ class StepCase:
     is_causal: int = 0
     is_window_anchored: int = 0
     vocab_size: int = 5000
+    num_choices: int = 32
     dtype: torch.dtype = torch.float32
     page_dtype: torch.dtype | None = None  # None: dtype
     k_scale: float = 1.0
@@ -70,7 +71,7 @@ CASES = {
     ),
     "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
     "chain": StepCase(num_tokens=(2, 5), context_lens=(0, 14), width=2, is_causal=1, first_key=1),
-    "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
+    "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096, num_choices=0),
 }
 ANCHORED = ("anchored window", "causal anchored window")
 # A case of the field, and another value of it.
@@ -171,19 +172,40 @@ class NodeInputs:
             for j in range(case.width - 1):
                 if verifies[r] and torch.rand((), generator=self._random) < 0.67:
                     token_ids[start + j + 1] = likeliest[r, j]
-        inputs = self._sampling() | {
-            "logits": logits,
-            "token_ids": token_ids.int().to(self._device),
-            "context_lens": self._integers(case.context_lens),
-            "logit_rows": torch.tensor(logit_rows, dtype=torch.int32, device=self._device),
-            "num_candidates": self._integers([case.width - 1 if verify else 0 for verify in verifies]),
-            "positions": layout["positions"],
-            "token_offsets": layout["token_offsets"],
-        }
-        return inputs, {}
+        inputs = (
+            self._sampling()
+            | self._drawn(logits, token_ids, starts, verifies)
+            | {
+                "logits": logits,
+                "token_ids": token_ids.int().to(self._device),
+                "context_lens": self._integers(case.context_lens),
+                "logit_rows": torch.tensor(logit_rows, dtype=torch.int32, device=self._device),
+                "num_candidates": self._integers([case.width - 1 if verify else 0 for verify in verifies]),
+                "positions": layout["positions"],
+                "token_offsets": layout["token_offsets"],
+            }
+        )
+        return inputs, {"num_choices": case.num_choices}
+
+    def _drawn(self, logits: Tensor, token_ids: Tensor, starts: list[int], verifies: list[bool]) -> dict[str, Tensor]:
+        """The likeliest tokens as choices of every draft, of which half of those that verify are now drafts."""
+        case, requests = self.case, len(self.case.num_tokens)
+        if case.num_choices == 0 or case.width == 1:
+            shape = (1, 1) if case.num_choices == 0 else (requests, 0)
+            nothing = torch.full(shape, torch.nan)
+            return {"choices": nothing.nan_to_num(-1).int().to(self._device), "chances": nothing.to(self._device)}
+        best = logits.float().cpu().view(requests, case.width, -1)[:, :-1].topk(case.num_choices, dim=2).indices
+        chances = torch.rand(best.shape, generator=self._random).softmax(dim=2)
+        for r, start in enumerate(starts):
+            for j in range(case.width - 1):
+                if verifies[r] and torch.rand((), generator=self._random) < 0.5:
+                    place = int(torch.randint(case.num_choices, (), generator=self._random))
+                    token_ids[start + j + 1] = best[r, j, place]
+        columns = {"choices": best.int(), "chances": chances}
+        return {name: values.flatten(1).contiguous().to(self._device) for name, values in columns.items()}
 
     def draft_tokens(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """`width` rows of each request; of a draft vocabulary in the cases of a window."""
+        """`width` rows of each request; of a draft vocabulary in the cases of a window. A request draws apart."""
         case, has_map = self.case, int(self.case.window > 0)
         sampling = self._sampling()
         targets = torch.randperm(2 * case.vocab_size, generator=self._random)[: case.vocab_size].sort().values
@@ -191,12 +213,13 @@ class NodeInputs:
             "logits": self._floats(len(case.num_tokens) * case.width, case.vocab_size) * 3,
             "temperature": sampling["temperature"],
             "seed": sampling["seed"],
+            "draft_stream": sampling["draft_stream"],
             "next_context_lens": self._next(),
             "draft_to_target": (targets if has_map else targets[:1]).to(self._device),
-        }, {"has_map": has_map}
+        }, {"has_map": has_map, "num_choices": max(case.num_choices, 1)}
 
     def _sampling(self) -> dict[str, Tensor]:
-        """A greedy request, and two of two temperatures, in turn."""
+        """A greedy request, and two of two temperatures, in turn; the drafts of the last are drawn apart."""
         requests = len(self.case.num_tokens)
         choices = {
             "temperature": ((0.0, 0.8, 1.3), torch.float32),
@@ -204,6 +227,7 @@ class NodeInputs:
             "top_p": ((1.0, 0.9, 0.95), torch.float32),
             "min_p": ((0.0, 0.02, 0.0), torch.float32),
             "seed": ((3, 2**40 + 5, 2**35 + 1), torch.int64),
+            "draft_stream": ((0, 0, 1), torch.int32),
         }
         inputs = {name: tensor.to(self._device) for name, tensor in columns_off(requests).items()}
         return inputs | {

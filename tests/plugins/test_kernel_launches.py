@@ -84,7 +84,10 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
         (
             "SampleAndAccept",
             "verify",
-            ["tile_statistics", "row_bounds", "collect", "row_threshold", "tile_draw", "draw", "accept"],
+            [
+                *("tile_statistics", "row_bounds", "collect", "row_threshold", "kept_mass", "test_drafts"),
+                *("tile_draw", "draw", "accept"),
+            ],
         ),
         ("DraftTokens", "verify", ["tile_argmax", "combine_argmax"]),
     ],

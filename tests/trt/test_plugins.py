@@ -134,14 +134,21 @@ class PluginReference:
         return [before]
 
     def _sample_and_accept(self, x, settings):
-        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
+        not_read = {} if settings["num_choices"] else {"choices": None, "chances": None}
+        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x | not_read))
         return [getattr(acceptance, item.name) for item in fields(acceptance)]
 
     def _draft_tokens(self, x, settings):
         targets = x["draft_to_target"] if settings["has_map"] else None
         acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
-        x = x | {"draft_stream": torch.zeros_like(x["seed"])}
-        return [torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=4).tokens]
+        num_choices = settings["num_choices"]
+        made = torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=num_choices)
+        none = torch.zeros(len(x["seed"]), made.tokens.shape[1] * num_choices)
+        return [
+            made.tokens,
+            none.int() if made.choices is None else made.choices,
+            none if made.chances is None else made.chances,
+        ]
 
     def _experts(self, x, settings):
         kinds = {number: kind for kind, number in KINDS.items()}

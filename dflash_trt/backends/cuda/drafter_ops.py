@@ -71,8 +71,16 @@ class DrafterOps:
     ) -> Proposal[Any]:
         inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
         starts = acceptance.next_context_lens if first_slot == 1 else acceptance.next_context_lens + (first_slot - 1)
-        tokens = argmax_launch.draft_tokens(tensor_of(logits), inputs.temperature, inputs.seed, starts, mapped)
-        return Proposal(tokens=tokens)
+        tokens, choices, chances = argmax_launch.draft_tokens(
+            tensor_of(logits),
+            inputs.temperature,
+            inputs.seed,
+            inputs.draft_stream,
+            starts,
+            mapped,
+            num_choices=num_choices,
+        )
+        return Proposal(tokens=tokens, choices=choices, chances=chances)
 
     def block_conv(self, x: Value, filters: Value, base: Value) -> Tensor:
         num_slots = self._num_draft_tokens + 1
@@ -81,12 +89,12 @@ class DrafterOps:
     def select_tokens(
         self, logits: Value, hidden: Value, codebooks: Codebooks[Any], acceptance: Acceptance[Any]
     ) -> Proposal[Any]:
-        inputs = self._inputs
-        tokens = selector_launch.select_tokens(
+        inputs, starts = self._inputs, acceptance.next_context_lens
+        tokens, choices, chances = selector_launch.select_tokens(
             tensor_of(logits),
             tensor_of(hidden),
             (tensor_of(codebooks.predecessor), tensor_of(codebooks.successor)),
-            (acceptance.bonus_tokens, inputs.temperature, inputs.seed, acceptance.next_context_lens),
+            (acceptance.bonus_tokens, inputs.temperature, inputs.seed, inputs.draft_stream, starts),
             top_k=codebooks.top_k,
         )
-        return Proposal(tokens=tokens)
+        return Proposal(tokens=tokens, choices=choices, chances=chances)

@@ -102,16 +102,18 @@ SAMPLE_AND_ACCEPT: Final = PluginContract(
         "context_lens",
         "logit_rows",
         "num_candidates",
+        "choices",
+        "chances",
         *(row.name for row in STEP_SAMPLING_FIELDS),
     ),
     outputs=("emitted_tokens", "emitted_logprobs", "num_accepted", "bonus_tokens", "next_context_lens"),
-    fields=(),
+    fields=("num_choices",),  # 0: choices and chances are not read
 )
 DRAFT_TOKENS: Final = PluginContract(
     name="DraftTokens",
-    inputs=("logits", "temperature", "seed", "next_context_lens", "draft_to_target"),
-    outputs=("token_ids",),
-    fields=("has_map",),
+    inputs=("logits", "temperature", "seed", "draft_stream", "next_context_lens", "draft_to_target"),
+    outputs=("token_ids", "draft_choices", "draft_chances"),
+    fields=("has_map", "num_choices"),
 )
 _MATRIX_INPUTS: Final = ("codes", "block_scale", "block_rows", "row_scale", "input_scale", "bias")
 _MATRIX_FIELDS: Final = ("form", "has_row_scale", "has_input_scale", "has_bias")

@@ -94,6 +94,8 @@ constexpr InputRule kSampleAndAcceptInputs[] = {
     {"context_lens", kInt, 1},
     {"logit_rows", kInt, 2},
     {"num_candidates", kInt, 1},
+    {"choices", kInt, 2},
+    {"chances", kReal, 2},
     DFLASH_TRT_SAMPLING_INPUTS, // the step inputs of core/sampling.py, in its order
 };
 constexpr OutputRule kSampleAndAcceptOutputs[] = {
@@ -104,15 +106,19 @@ constexpr OutputRule kSampleAndAcceptOutputs[] = {
     {"next_context_lens", kInt},
 };
 
+constexpr FieldRule kSampleAndAcceptFields[] = {{"num_choices", FieldType::kInt32, 0, 1 << 16}};
+
 constexpr InputRule kDraftTokensInputs[] = {
     {"logits", kF, 2},
     {"temperature", kReal, 1},
     {"seed", kLong, 1},
+    {"draft_stream", kInt, 1},
     {"next_context_lens", kInt, 1},
     {"draft_to_target", kLong, 1},
 };
-constexpr OutputRule kDraftTokensOutputs[] = {{"token_ids", kInt}};
-constexpr FieldRule kDraftTokensFields[] = {{"has_map", FieldType::kInt32, 0, 1}};
+constexpr OutputRule kDraftTokensOutputs[] = {{"token_ids", kInt}, {"draft_choices", kInt}, {"draft_chances", kReal}};
+constexpr FieldRule kDraftTokensFields[] = {
+    {"has_map", FieldType::kInt32, 0, 1}, {"num_choices", FieldType::kInt32, 1, 1 << 16}};
 
 constexpr InputRule kExpertsInputs[] = {
     {"x", kF, 2},
@@ -266,7 +272,8 @@ PluginContract const kAttendDraft{"AttendDraft", kAttendDraftInputs, kAttendDraf
 PluginContract const kWriteDraftContext{
     "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
 PluginContract const kPreviousRows{"PreviousRows", kPreviousRowsInputs, kPreviousRowsOutputs, kPreviousRowsFields};
-PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
+PluginContract const kSampleAndAccept{
+    "SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, kSampleAndAcceptFields};
 PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
 PluginContract const kExperts{"Experts", kExpertsInputs, kExpertsOutputs, kExpertsFields};
 PluginContract const kGatedDelta{"GatedDelta", kGatedDeltaInputs, kGatedDeltaOutputs, kGatedDeltaFields};

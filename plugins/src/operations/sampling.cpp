@@ -88,6 +88,10 @@ KernelChoice choice(char const* kernel, Operation const& operation, SamplingShap
         {
             chosen.at_least("WIDTH", shape.width);
         }
+        else if (name == "NUM_CHOICES")
+        {
+            chosen.at_least("NUM_CHOICES", shape.num_choices);
+        }
         else if (name == "HAS_MAP")
         {
             chosen.equal("HAS_MAP", operation.has_map ? 1 : 0);
@@ -123,6 +127,7 @@ Values values_of(Operation const& operation, SamplingShape const& shape)
         .integer("width", shape.width)
         .integer("num_slots", shape.width)
         .integer("vocab_size", shape.vocab_size)
+        .integer("num_choices", shape.num_choices)
         .integer("num_tiles", num_tiles(operation, shape));
     size_t offset = 0;
     for (Scratch const& tensor : scratch_tensors(operation, shape))

@@ -18,6 +18,7 @@ struct SamplingShape
     int64_t num_requests;
     int64_t width; // rows of a request: K + 1, of drafts K
     int64_t vocab_size;
+    int64_t num_choices; // of a draft; 0: a step that tests no drafts
 
     [[nodiscard]] int64_t num_rows() const noexcept { return num_requests * width; }
 };

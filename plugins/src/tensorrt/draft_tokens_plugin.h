@@ -1,4 +1,4 @@
-// DraftTokens: the drafter's token at every slot of the blocks, in the noise of the target's tokens there.
+// DraftTokens: the drafter's token at every slot of the blocks, in the noise of the target's tokens there or apart.
 #pragma once
 
 #include "tensorrt/step_plugin.h"
@@ -19,6 +19,7 @@ private:
     [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
     [[nodiscard]] PreparedLaunches prepare(
         nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
+    [[nodiscard]] int64_t num_choices() const;
     [[nodiscard]] bool has_map() const;
 };
 

@@ -19,6 +19,7 @@ private:
     [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
     [[nodiscard]] PreparedLaunches prepare(
         nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
+    [[nodiscard]] int64_t num_choices() const;
 };
 
 } // namespace dflash_trt
