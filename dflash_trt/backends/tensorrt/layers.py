@@ -237,6 +237,18 @@ class Layers:
         """`indices` int32 [N, k] address the first k axes: [N, *x.shape[k:]]."""
         return self._add("add_gather_v2", x, indices, self.trt.GatherMode.ND)
 
+    def gather_elements(self, x: ITensor, indices: ITensor, axis: int) -> ITensor:
+        """numpy.take_along_axis."""
+        layer = self._layer("add_gather_v2", x, indices, self.trt.GatherMode.ELEMENT)
+        layer.axis = axis
+        return self._output(layer, "add_gather_v2", 0)
+
+    def scatter_elements(self, x: ITensor, indices: ITensor, updates: ITensor, axis: int) -> ITensor:
+        """numpy.put_along_axis, of a copy. Indices of one row must differ: TensorRT does not say which update wins."""
+        layer = self._layer("add_scatter", x, indices, updates, self.trt.ScatterMode.ELEMENT)
+        layer.axis = axis
+        return self._output(layer, "add_scatter", 0)
+
     def scatter_nd(self, x: ITensor, indices: ITensor, updates: ITensor) -> ITensor:
         """x with the rows that `indices` int32 [N, k] address replaced by `updates` [N, *x.shape[k:]]."""
         return self._add("add_scatter", x, indices, updates, self.trt.ScatterMode.ND)
