@@ -255,7 +255,7 @@ class InterpretedExecutor:
             bonus_tokens=outputs["num_accepted"],  # not an output of the engine
             next_context_lens=outputs["next_context_lens"],
         )
-        drafts = outputs.get("draft_tokens") if batch.num_draft_tokens else None
-        result = step_result(StepOutputs(acceptance=acceptance, proposal=Proposal(tokens=drafts)))
+        proposal = Proposal(tokens=outputs["draft_tokens"]) if batch.num_draft_tokens else None
+        result = step_result(StepOutputs(acceptance=acceptance, proposal=proposal))
         self._slots.store(plan, request_results(result))
         return result
