@@ -4,12 +4,11 @@ Every row is computed as if its draft were tested, and those without a test keep
 """
 
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.torch.rejection import LOWEST
 from dflash_trt.network.ops import StepInputs
-
-_LOWEST: Final = -(2.0 - 2.0**-23) * 2.0**127  # of float32: of a token that only rounding leaves a chance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,11 @@ class DrawnTests:
 
     @classmethod
     def of(cls, layers: Layers, inputs: StepInputs[ITensor], candidates: Candidates, num_choices: int) -> Self:
-        is_apart = layers.binary("GREATER", layers.reshape(inputs.draft_stream, (-1, 1)), 0)
+        is_random, is_apart = (
+            layers.binary("GREATER", layers.reshape(column, (-1, 1)), 0)
+            for column in (inputs.temperature, inputs.draft_stream)
+        )
+        is_apart = layers.binary("AND", is_random, is_apart)
         return cls(
             drafts=layers.reshape(candidates.tokens, (-1, 1)),
             is_tested=layers.reshape(layers.binary("AND", candidates.is_given, is_apart), (-1, 1)),
@@ -58,7 +61,8 @@ class DrawnTests:
         self,
         layers: Layers,
         scores: ITensor,  # float32 [N, V], at most 0
-        weights: ITensor,  # float32 [N, V], 0 where a filter removed the token
+        *,
+        is_kept: ITensor,  # bool [N, V]
         scaled: ITensor,  # float32 [N, V], scores / temperature
         temperature: ITensor,  # float32 [N, 1], positive
         numbers: ITensor,  # float32 [N, 1], v
@@ -68,7 +72,6 @@ class DrawnTests:
         Indices of a scatter must differ. Those of choices with a chance do; others have the first tokens in their
         place, whose scores are left as they are.
         """
-        is_kept = layers.binary("GREATER", weights, 0.0)
         masses = layers.where(is_kept, layers.unary("EXP", scaled), layers.like(0.0, scaled))  # unnormalised p
         total = layers.reduce("SUM", masses, 1)
         chance = self._chance_of_drafts(layers)
@@ -80,7 +83,7 @@ class DrawnTests:
         expected = layers.binary("PROD", self.chances, total)
         residual = layers.binary("SUB", layers.gather_elements(masses, self.choices, 1), expected)  # [N, C]
         left = layers.binary("PROD", temperature, layers.unary("LOG", residual))
-        left = layers.where(layers.binary("GREATER", residual, 0.0), left, layers.like(_LOWEST, left))
+        left = layers.where(layers.binary("GREATER", residual, 0.0), left, layers.like(LOWEST, left))
         is_drawn = layers.binary("GREATER", layers.reduce("SUM", self.chances, 1), 0.0)
         changes = layers.binary("AND", is_rejected, is_drawn)
         firsts = layers.reshape(layers.arange(self.choices.shape[1]), (1, -1))
@@ -89,7 +92,7 @@ class DrawnTests:
         changed = layers.scatter_elements(scores, places, updates, 1)
         tokens = layers.reshape(layers.arange(scores.shape[1]), (1, -1))
         is_draft = layers.binary("AND", is_rejected, layers.binary("EQUAL", tokens, self.drafts))
-        return layers.where(is_draft, layers.like(_LOWEST, changed), changed), is_accepted
+        return layers.where(is_draft, layers.like(LOWEST, changed), changed), is_accepted
 
     def _chance_of_drafts(self, layers: Layers) -> ITensor:
         """q(d), float32 [N, 1]; 1 for a draft without a chance."""

@@ -62,7 +62,7 @@ def sample_rows(
     divisor = layers.where(is_random, temperature, layers.like(1.0, temperature))
     below_largest = layers.binary("SUB", scores, layers.reduce("MAX", scores, 1))  # 0: no division makes it infinite
     scaled = layers.binary("DIV", below_largest, divisor)
-    weights = _filtered_weights(layers, scaled, inputs)
+    is_kept = layers.binary("GREATER", _filtered_weights(layers, scaled, inputs), 0.0)
     rows = layers.reshape(inputs.logit_rows, (-1,))
     position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
     seed = _per_row(layers, inputs.seed, inputs)
@@ -70,8 +70,9 @@ def sample_rows(
         noise, is_accepted = noise_of_range(layers, seed, position, scores.shape[1]), None
     else:
         noise, numbers = noise_and_test_numbers(layers, seed, position, scores.shape[1])
-        below_largest, is_accepted = tests.decide(layers, below_largest, weights, scaled, divisor, numbers)
-    is_open = layers.binary("OR", layers.binary("GREATER", weights, 0.0), layers.unary("NOT", is_random))
+        of_rows = {"is_kept": is_kept, "scaled": scaled, "temperature": divisor, "numbers": numbers}
+        below_largest, is_accepted = tests.decide(layers, below_largest, **of_rows)
+    is_open = layers.binary("OR", is_kept, layers.unary("NOT", is_random))
     noisy = layers.binary("SUM", below_largest, layers.binary("PROD", noise, temperature))  # as they are when greedy
     drawn = layers.argmax(_where_kept(layers, is_open, noisy, float("-inf")), 1)
     return drawn if tests is None else layers.where(is_accepted, tests.drafts, drawn)

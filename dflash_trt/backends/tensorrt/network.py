@@ -1,10 +1,11 @@
 """The whole step as one TensorRT network: its inputs, state and outputs, and the ops between them.
 
-Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
-network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of latents [pages, page_size, row]), or some,
-`target_state.{i}.{part}`, [slots, ...], and what was written leaves as `next_target_kv.{i}` and so on. Layers with
-pages of a window alone have a page table of their own, `page_table.{window}`.
+Input and output tensors are those of `core/step_spec.py` (without drafts none of DRAFT_INPUTS and DRAFT_OUTPUTS), and
+the state's. With plugins the state is no tensor of the network: one input, `state_pools`, has the addresses of all of
+it. With plain layers each state is an input, `target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of
+latents [pages, page_size, row]), or some, `target_state.{i}.{part}`, [slots, ...], and what was written leaves as
+`next_target_kv.{i}` and so on. Layers with pages of a window alone have a page table of their own,
+`page_table.{window}`.
 """
 
 from collections.abc import Mapping as AbcMapping
