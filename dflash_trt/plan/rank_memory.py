@@ -15,6 +15,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
 from dflash_trt.kernels.launch_rules import MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
@@ -77,21 +78,26 @@ def rank_memory(
         has_pages_last=has_pages_last,
         context_bytes=CONTEXT_BYTES,
         weights_bytes=weights_bytes,
-        buffers_bytes=buffers_bytes(steps),
+        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last),
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
         activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps), has_nodes=has_pages_last),
         graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
 
 
-def buffers_bytes(limits: ExecutorLimits) -> int:
-    """Inputs, outputs and slots of a step: the executor's own staging memory, allocated on no device."""
+def buffers_bytes(limits: ExecutorLimits, *, has_nodes: bool = False) -> int:
+    """Inputs, outputs and slots of a step: the executor's own staging memory, allocated on no device.
+
+    `has_nodes`: of a TensorRT engine, whose outputs for the slots alone have memory of their own.
+    """
     import torch
 
     from dflash_trt.backends.staging import InputStaging, ResultStaging
+    from dflash_trt.backends.step_inputs import TensorBlock
 
     device = torch.device("meta")
-    return InputStaging(limits, device).device_bytes + ResultStaging(limits, device).device_bytes
+    num_bytes = InputStaging(limits, device).device_bytes + ResultStaging(limits, device).device_bytes
+    return num_bytes + (TensorBlock(DRAFT_OUTPUTS, limits, device=device).memory.nbytes if has_nodes else 0)
 
 
 def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multiprocessors: int) -> int:

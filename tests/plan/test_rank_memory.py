@@ -151,3 +151,13 @@ def test_buffers_and_workspaces_are_those_of_the_executor(
     held = sum(tensor.nbytes for tensor in own.values()) + sum(tensor.nbytes for tensor in staging.slots.tensors)
     held += staging._plan.memory.nbytes + staging._assembled.memory.nbytes + executor._results._device.nbytes
     assert rank_memory.buffers_bytes(steps) == held
+
+
+def test_a_tensorrt_engine_has_memory_for_what_drafts_are_drawn_from(tmp_path: Path) -> None:
+    """Two outputs of 4 bytes an element, which the slots take."""
+    _, executor = make_executors(make_pair(tmp_path, "qwen3"), torch.device("cpu"))
+    config, limits = described(executor)
+    steps = rank_memory.executor_limits(config, limits)
+    elements = steps.max_batch_size * steps.max_draft_len * steps.num_choices
+    extra = rank_memory.buffers_bytes(steps, has_nodes=True) - rank_memory.buffers_bytes(steps)
+    assert 0 < 8 * elements <= extra < 8 * elements + 512  # sections begin at multiples of 256 bytes

@@ -45,6 +45,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "SQRT": torch.sqrt,
     "EXP": torch.exp,
     "LOG": torch.log,
+    "ISNAN": torch.isnan,
 }
 _CLASSES = {
     "ACTIVATION": "IActivationLayer",
@@ -189,9 +190,12 @@ class NetworkInterpreter:
         axis, k = _only_bit(layer.axes), layer.k
 
         def top_k(given: list[Tensor]) -> list[Tensor]:
-            values, index = given[0].topk(k, axis)
             if k == 1:
                 index = given[0].argmax(axis, keepdim=True)  # the first of equal ones
+                values = given[0].gather(axis, index)
+            else:
+                ordered = given[0].sort(dim=axis, descending=True, stable=True)
+                values, index = (x.narrow(axis, 0, k) for x in ordered)
             return [values, index.to(TORCH_DTYPES[layer.get_output(1).dtype.name])]
 
         return top_k
@@ -280,11 +284,16 @@ class NetworkInterpreter:
         return gather
 
     def _scatter(self, layer: Any) -> Step:
-        assert layer.mode.name == "ND"
+        mode, axis = layer.mode.name, layer.axis
 
         def scatter(given: list[Tensor]) -> list[Tensor]:
             x, indices, updates = given[0].clone(), given[1].long(), given[2]
             assert x.dtype == updates.dtype
+            if mode == "ELEMENT":
+                assert x.dim() == indices.dim() and indices.shape == updates.shape
+                places = indices.sort(dim=axis).values
+                assert (places.diff(dim=axis) > 0).all(), "two writes to one element are undefined"
+                return [x.scatter(axis, indices, updates)]
             x[tuple(indices.unbind(-1))] = updates
             return [x]
 

@@ -34,7 +34,8 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.base import QuantizedWeight, tensor_name
@@ -196,6 +197,7 @@ class InterpretedExecutor:
             max_seq_len=max_seq_len,
             max_num_tokens=spec.max_num_tokens,
             max_draft_len=spec.max_draft_len,
+            num_choices=spec.num_choices,
             page_size=spec.page_size,
             num_pages=num_pages,
             page_windows=tuple(PageWindow(window, num_window_pages or num_pages) for window in spec.page_windows),
@@ -204,6 +206,10 @@ class InterpretedExecutor:
         self._slots = SlotMirror(self.limits.max_positions, windows=spec.page_windows, max_pages=self.limits.max_pages)
         self._interpreter = defined.interpreter(plugins)
         num_slots = self.limits.max_batch_size + 1
+        self._drawn_from = {
+            tensor.name: torch.zeros(num_slots, spec.max_draft_len * spec.num_choices, dtype=torch_dtype(tensor.dtype))
+            for tensor in DRAFT_OUTPUTS
+        }
         cpu, windows = torch.device("cpu"), self.limits.page_windows
         self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=cpu, page_windows=windows)
 
@@ -227,7 +233,11 @@ class InterpretedExecutor:
         tables = inputs.page_table.view(self.limits.num_page_groups, len(batch.requests), -1)
         names = ["page_table", *(f"page_table.{window}" for window in self._spec.page_windows)]
         named |= dict(zip(names, tables, strict=True))
-        named["slot_ids"] = torch.from_numpy(plan.rows.slot_ids)
+        named["slot_ids"] = slots = torch.from_numpy(plan.rows.slot_ids)
+        width = num_draft_tokens * self._spec.num_choices
+        choices, chances = (stored[slots, :width] for stored in self._drawn_from.values())
+        is_chained = torch.from_numpy(plan.rows.context_lens == CHAINED)
+        named |= {"choices": choices, "chances": chances * is_chained[:, None]}
         given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
         outputs = self._interpreter.run(named | given)
         written = {tensor.name for tensor in state_outputs_of(self._spec)}
@@ -235,6 +245,9 @@ class InterpretedExecutor:
         for name in written:
             self._state.tensors[name].copy_(outputs[name])
         self._state.finish_step()
+        for name, stored in self._drawn_from.items():
+            if name in outputs:
+                stored[slots, :width] = outputs[name]
         acceptance = Acceptance(
             emitted_tokens=outputs["emitted_tokens"],
             emitted_logprobs=outputs["emitted_logprobs"],
@@ -242,7 +255,7 @@ class InterpretedExecutor:
             bonus_tokens=outputs["num_accepted"],  # not an output of the engine
             next_context_lens=outputs["next_context_lens"],
         )
-        drafts = outputs.get("draft_tokens") if batch.num_draft_tokens else None
-        result = step_result(StepOutputs(acceptance=acceptance, proposal=Proposal(tokens=drafts)))
+        proposal = Proposal(tokens=outputs["draft_tokens"]) if batch.num_draft_tokens else None
+        result = step_result(StepOutputs(acceptance=acceptance, proposal=proposal))
         self._slots.store(plan, request_results(result))
         return result

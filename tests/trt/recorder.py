@@ -138,10 +138,11 @@ def output_types(name: str, inputs: list[Any], fields: Mapping[str, float]) -> l
     if name == "PreviousRows":
         return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
     if name == "DraftTokens":
-        return [(inputs[3].dtype, (-1, -1))]
+        temperature, next_context_lens = inputs[1], inputs[4]
+        return [(dtype, (-1, -1)) for dtype in (next_context_lens.dtype, next_context_lens.dtype, temperature.dtype)]
     if name in ("AllReduce", "AllGather"):
         return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
-    token_ids, logit_rows, temperature = inputs[1], inputs[5], inputs[7]
+    token_ids, logit_rows, temperature = inputs[1], inputs[5], inputs[9]
     rows = tuple(logit_rows.shape)
     return [
         (token_ids.dtype, rows),

@@ -85,6 +85,9 @@ def test_profiles_cover_what_the_limits_allow_and_nothing_more(tmp_path):
     shapes = {tensor.name: decode.shapes_of(tensor) for tensor in profile_inputs(spec)}
     assert shapes["token_ids"] == ((1,), (16,), (16,))  # 4 requests of 3 drafts and an anchor
     assert shapes["logit_rows"] == ((1, 2), (4, 4), (4, 4))
+    count = spec.num_choices  # of each draft
+    assert shapes["choices"] == shapes["chances"] == ((1, count), (4, 3 * count), (4, 3 * count))
+    assert not {"choices", "chances"} & {tensor.name for tensor in profile_inputs(replace(spec, max_draft_len=0))}
     num_pages = MAX_SEQ_LEN // PAGE_SIZE + 1  # a chained row may reach past the end
     assert shapes["page_table"][2] == (4, num_pages)
     assert shapes["target_kv.0"][2] == (4 * num_pages + 1, 2, PAGE_SIZE, 2, 16)

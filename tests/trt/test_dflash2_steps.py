@@ -95,8 +95,8 @@ def _take_the_first_slot_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def _draw_in_noise_of_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lowering_dflash2.noise_of_row_tokens
 
-    def of_others(layers: Layers, seed: Any, position: Any, tokens: Any) -> Any:
-        return honest(layers, seed, position, layers.binary("SUM", tokens, 1))
+    def of_others(layers: Layers, seed: Any, position: Any, tokens: Any, stream: Any) -> Any:
+        return honest(layers, seed, position, layers.binary("SUM", tokens, 1), stream)
 
     monkeypatch.setattr(lowering_dflash2, "noise_of_row_tokens", of_others)
 

@@ -217,8 +217,8 @@ def _show_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def _draw_every_slot_in_the_noise_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = DrafterOps.draft_tokens
 
-    def first(*given: Any, first_slot: int) -> Any:
-        return honest(*given)
+    def first(*given: Any, first_slot: int, **options: Any) -> Any:
+        return honest(*given, **options)
 
     monkeypatch.setattr(DrafterOps, "draft_tokens", first)
 

@@ -134,21 +134,25 @@ class PluginReference:
         return [before]
 
     def _sample_and_accept(self, x, settings):
-        not_read = {} if settings["num_choices"] else {"choices": None, "chances": None}
-        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x | not_read))
+        num_drafts = x["logit_rows"].shape[1] - 1
+        if settings["num_choices"]:
+            assert x["choices"].shape[1] == x["chances"].shape[1] == num_drafts * settings["num_choices"]
+        else:
+            assert x["choices"].shape == x["chances"].shape == (1, 1) and num_drafts == 0
+            x = x | {"choices": None, "chances": None}
+        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
         return [getattr(acceptance, item.name) for item in fields(acceptance)]
 
     def _draft_tokens(self, x, settings):
         targets = x["draft_to_target"] if settings["has_map"] else None
         acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
-        num_choices = settings["num_choices"]
-        made = torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=num_choices)
-        none = torch.zeros(len(x["seed"]), made.tokens.shape[1] * num_choices)
-        return [
-            made.tokens,
-            none.int() if made.choices is None else made.choices,
-            none if made.chances is None else made.chances,
-        ]
+        count = settings["num_choices"]
+        made = torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=count)
+        width = made.tokens.shape[1] * count
+        choices, chances = made.choices, made.chances
+        if choices is None or chances is None:  # nothing was drawn apart
+            choices, chances = (torch.zeros(len(made.tokens), width, dtype=x) for x in (torch.int32, torch.float32))
+        return [made.tokens, choices, chances]
 
     def _experts(self, x, settings):
         kinds = {number: kind for kind, number in KINDS.items()}

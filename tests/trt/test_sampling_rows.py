@@ -1,7 +1,6 @@
 """The sampler in plain TensorRT layers, alone: read back and run on rows and numbers that a model seldom gives."""
 
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,53 +100,3 @@ def test_the_ends_of_every_number_mean_what_they_mean_in_torch(sampler):
         found, expected = run(sampler, row.expand(len(samplings), -1) * scale, samplings)
         assert torch.equal(found["emitted_tokens"], expected.emitted_tokens)
         torch.testing.assert_close(found["emitted_logprobs"], expected.emitted_logprobs)
-
-
-TARGETS = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:VOCAB_SIZE].sort().values
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["shared vocabulary", "draft vocabulary"])
-def drafter(trt, request):
-    """logits [R*K, VOCAB_SIZE] and a step's inputs -> draft_tokens; the draft vocabulary's ids or None."""
-    logger = make_logger(trt)
-    owner = trt.Builder(logger)
-    layers = Layers(trt, owner.create_network(0), logger)
-    logits = layers.add_input("logits", "float32", (-1, VOCAB_SIZE), ("N", "V"))
-    inputs = {
-        name: layers.add_input(name, dtype, (-1,), ("R",))
-        for name, dtype in (("temperature", "float32"), ("seed", "int64"), ("next_context_lens", "int32"))
-    }
-    step = SimpleNamespace(**inputs)
-    targets = layers.ints(TARGETS.tolist(), (VOCAB_SIZE,), "int64") if request.param else None
-    slots = layers.binary("DIV", layers.dim(logits, 0), layers.dim(step.seed, 0))
-    drafts = trt_sampling.draft_tokens(layers, logits, step.next_context_lens, targets, step, slots)
-    layers.mark_output(drafts, "tokens")
-    yield HostileInterpreter(trt, layers.network, {}), TARGETS if request.param else None
-    del owner
-
-
-def drafts(drafter, logits, seed=3):
-    """Two requests, one of them greedy: what the layers give, and what torch gives."""
-    interpreter, targets = drafter
-    inputs = {"temperature": torch.tensor([0.0, 0.9]), "seed": torch.tensor([seed, 2**40 + seed])}
-    inputs |= {"next_context_lens": torch.tensor([7, 90], dtype=torch.int32)}
-    acceptance = SimpleNamespace(next_context_lens=inputs["next_context_lens"])
-    expected = torch_sampling.draft_tokens(
-        logits, SimpleNamespace(**inputs, draft_stream=torch.zeros(2)), acceptance, targets, num_choices=4
-    ).tokens
-    return interpreter.run(inputs | {"logits": logits})["tokens"], expected
-
-
-def test_drafts_are_torchs(drafter):
-    logits = torch.randn(10, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
-    found, expected = drafts(drafter, logits)
-    assert found.dtype == torch.int32 and found.tolist() == expected.tolist()
-    other, _ = drafts(drafter, logits, seed=4)  # the negative control
-    assert other[0].tolist() == found[0].tolist() and other[1].tolist() != found[1].tolist()
-
-
-def test_drafts_of_nan_are_tokens_of_the_vocabulary(drafter):
-    rows = torch.stack([*rows_without_a_token(VOCAB_SIZE).values(), *torch.arange(2.0 * VOCAB_SIZE).view(2, -1)])
-    found, expected = drafts(drafter, rows)
-    assert int(found.min()) >= 0 and int(found.max()) < 1000
-    assert found[1, -2:].tolist() == expected[1, -2:].tolist()

@@ -254,9 +254,9 @@ def _turn_rope_the_other_way(monkeypatch):
 def _compare_with_the_row_itself(monkeypatch):
     honest = trt_sampling.sample_and_accept
 
-    def shifted(layers, logits, inputs):
+    def shifted(layers, logits, inputs, **options):
         rows = layers.binary("MAX", layers.binary("SUB", inputs.logit_rows, 1), 0)
-        return honest(layers, logits, replace(inputs, logit_rows=rows))
+        return honest(layers, logits, replace(inputs, logit_rows=rows), **options)
 
     monkeypatch.setattr(trt_sampling, "sample_and_accept", shifted)
 
@@ -291,10 +291,12 @@ def test_a_perturbed_lowering_computes_something_else(trt, tmp_path, monkeypatch
 
 
 def test_seed_and_position_exchanged_draw_other_tokens(trt, tmp_path, monkeypatch):
-    honest = trt_sampling.noise_of_range
-    monkeypatch.setattr(
-        trt_sampling, "noise_of_range", lambda layers, seed, position, size: honest(layers, position, seed, size)
-    )
+    honest = trt_sampling.noise_and_test_numbers
+
+    def exchanged(layers, seed, position, size):
+        return honest(layers, position, seed, size)
+
+    monkeypatch.setattr(trt_sampling, "noise_and_test_numbers", exchanged)
     ours, theirs = make_executors(trt, tmp_path)
     expected, _ = trace(theirs, SAMPLED, num_draft_tokens=(3,), num_new=4)
     found, _ = trace(ours, SAMPLED, num_draft_tokens=(3,), num_new=4)

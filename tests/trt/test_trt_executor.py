@@ -206,7 +206,7 @@ def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
 def test_qualification_passes_an_exact_engine(trt, pair, pages):
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     findings = list(qualify(theirs, make_ours(trt, pair, pages=pages)[0], vocab_size=12))
-    assert len(findings) == 5
+    assert len(findings) == 6
     assert [finding.detail for finding in findings if not finding.has_passed] == []
 
 
@@ -222,6 +222,15 @@ def test_qualification_fails_an_engine_that_writes_past_its_context(trt, pair, m
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
     findings = {item.name: item for item in qualify(theirs, make_ours(trt, pair)[0], vocab_size=12)}
     assert not findings["pages of others stay untouched (canary)"].has_passed
+
+
+def test_qualification_fails_an_engine_whose_slots_lose_what_drafts_were_drawn_from(trt, pair, monkeypatch):
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    ours, _ = make_ours(trt, pair)
+    chances, honest = ours._buffers.staging.slots.chances, ours.submit
+    monkeypatch.setattr(ours, "submit", lambda plan: (chances.zero_(), honest(plan))[1])
+    failed = [finding.name for finding in qualify(theirs, ours, vocab_size=12) if not finding.has_passed]
+    assert failed == ["chained steps, drafts drawn apart"]
 
 
 def _drop_tensor(engine):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.staging import InputStaging, ResultStaging
+from dflash_trt.backends.step_inputs import TensorBlock
 from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX
 from dflash_trt.backends.tensorrt.network import (
     STATE_POOLS,
@@ -27,6 +28,7 @@ from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import page_group_of
 from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.network.proposal import Proposal
 
 Shapes = dict[str, tuple[int, ...]]
@@ -116,16 +118,20 @@ class EngineState:
 
 
 class StepBuffers:
-    """Inputs and results of a step, flat; a step uses the first elements of each."""
+    """Inputs and results of a step, flat; a step uses the first elements of each.
+
+    What drafts were drawn from is a result that stays on the device: the slots take it.
+    """
 
     def __init__(self, spec: StepNetworkSpec, limits: ExecutorLimits, *, device: torch.device) -> None:
-        """`limits` are those of the engine's steps, with the K that it always drafts."""
+        """`limits` are those of the engine's steps, with the K and C that it always drafts."""
         self.device = device
         scratch_page = limits.num_pages if spec.plugins == "layers" else None
         self.staging = InputStaging(limits, device, scratch_page=scratch_page)
         self.results = ResultStaging(limits, device)
         self._tables = PageTables(limits, device=device) if limits.page_windows else None
-        self._max_pages = limits.max_pages
+        self._drawn_from = TensorBlock(DRAFT_OUTPUTS, limits, device=device)
+        self._sizes = {"max_pages": limits.max_pages, "num_choices": limits.num_choices}
         self._step_tensors = step_tensors_of(spec)
         self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
         self._outputs = tuple(tensor.name for tensor in step_outputs_of(spec))
@@ -134,11 +140,12 @@ class StepBuffers:
     def tensors(self) -> dict[str, Tensor]:
         """By name of the engine's tensor."""
         tables = {} if self._tables is None else self._tables.tensors
-        inputs, outputs = {**self.staging.device_tensors, **tables}, self.results.device_tensors
+        inputs = {**self.staging.device_tensors, **tables}
+        outputs = {**self.results.device_tensors, **self._drawn_from.flat}
         return {name: inputs[name] for name in self._inputs} | {name: outputs[name] for name in self._outputs}
 
     def shapes(self, shape: StepShape) -> Shapes:
-        sizes = shape.sizes(max_pages=self._max_pages)
+        sizes = shape.sizes(**self._sizes)
         return {tensor.name: tuple(tensor.extents(sizes)) for tensor in self._step_tensors}
 
     def assemble(self, shape: StepShape) -> None:
@@ -149,5 +156,9 @@ class StepBuffers:
         """The last part of a step on the device, from its outputs."""
         outputs, drafts = self.results.outputs(shape)
         bonus = outputs.emitted_tokens.gather(1, outputs.num_accepted.long()[:, None])[:, 0]
-        proposal = Proposal(tokens=drafts) if shape.num_draft_tokens else None
+        proposal = None
+        if shape.num_draft_tokens:
+            drawn_from = self._drawn_from.views(shape)
+            choices, chances = (drawn_from[tensor.name] for tensor in DRAFT_OUTPUTS)
+            proposal = Proposal(tokens=drafts, choices=choices, chances=chances)
         self.staging.store(shape, bonus, proposal, outputs.next_context_lens)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_dflash2 import block_conv, select_tokens
+from dflash_trt.backends.tensorrt.lowering_drafts import times
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.proposal import Proposal
@@ -42,10 +43,9 @@ class DrafterOps:
         self, logits: ITensor, hidden: ITensor, codebooks: Codebooks[Handle], acceptance: Acceptance[ITensor]
     ) -> Proposal[ITensor]:
         num_slots, max_slots = num_drafts(self._layers, self._inputs), self._max_draft_len
-        tokens = select_tokens(
+        return select_tokens(
             self._layers, logits, hidden, codebooks, acceptance, self._inputs, num_slots=num_slots, max_slots=max_slots
         )
-        return Proposal(tokens=tokens)
 
     def without_first(self, hidden: ITensor) -> ITensor:
         layers = self._layers
@@ -88,13 +88,20 @@ class DrafterOps:
             starts = layers.binary("SUM", starts, first_slot - 1)
         targets = None if draft_to_target is None else layers.tensor(draft_to_target)
         num_slots = num_drafts(layers, self._inputs) if self._chain_width is None else 1
-        return Proposal(tokens=self._lowering.draft_tokens(logits, starts, targets, num_slots))
+        return self._lowering.draft_tokens(logits, starts, targets, num_slots, num_choices=num_choices)
 
-    def of_this_step(self, drafts: ITensor) -> ITensor:
-        """As many as its K, int32 [R, K]."""
+    def of_this_step(self, proposal: Proposal[ITensor]) -> Proposal[ITensor]:
+        """As many drafts as its K."""
         if self._chain_width is None:
-            return drafts
-        return self._layers.slice(drafts, 1, 0, num_drafts(self._layers, self._inputs))
+            return proposal
+        assert proposal.choices is not None and proposal.chances is not None, "drafts of this backend have them"
+        layers, num_slots = self._layers, num_drafts(self._layers, self._inputs)
+        num_chances = times(layers, num_slots, proposal.choices.shape[1] // self._max_draft_len)
+        return Proposal(
+            tokens=layers.slice(proposal.tokens, 1, 0, num_slots),
+            choices=layers.slice(proposal.choices, 1, 0, num_chances),
+            chances=layers.slice(proposal.chances, 1, 0, num_chances),
+        )
 
 
 def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:

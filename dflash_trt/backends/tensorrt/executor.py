@@ -221,12 +221,13 @@ class TensorRTExecutor:
 
 
 def engine_limits(spec: StepNetworkSpec, limits: ExecutorLimits) -> ExecutorLimits:
-    """With the K of the engine's steps, which drafts in every one of them if it can.
+    """With the K and C of the engine's steps, which drafts in every one of them if it can.
 
     The positions stay the scheduler's, which lays out page tables by their number.
     """
     most = spec.max_draft_len if spec.has_drafts else 0
-    return replace(limits, max_draft_len=most, max_seq_len=limits.max_positions - most)
+    max_seq_len = limits.max_positions - most
+    return replace(limits, max_draft_len=most, num_choices=spec.num_choices, max_seq_len=max_seq_len)
 
 
 def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
@@ -261,6 +262,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         max_seq_len=build.max_seq_len,
         max_num_tokens=build.max_num_tokens,
         max_draft_len=spec.max_draft_len if config.use_drafter else 0,
+        num_choices=spec.num_choices if config.use_drafter else 0,
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full

@@ -140,18 +140,17 @@ class Layers:
         return self._add("add_cumulative", x, self.ints([axis]), operation, False, False)
 
     def argmax(self, x: ITensor, axis: int) -> ITensor:
-        """int32, `axis` kept with size 1; the first of equal ones.
+        """int32, `axis` kept with size 1; the first of equal ones."""
+        return self.top_k(x, 1, axis)[1]
+
+    def top_k(self, x: ITensor, k: int, axis: int) -> tuple[ITensor, ITensor]:
+        """The k largest numbers along an axis, the largest first, and where they are, int32.
 
         Indices are int64 inside: of 2^31 scores or more, TensorRT makes int64 ones anyway, and then refuses to
         select between them and int32.
         """
-        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, 1, 1 << axis, self.trt.DataType.INT64)
-        return self.cast(self._output(layer, "add_topk", 1), "int32")
-
-    def top_k(self, x: ITensor, k: int, axis: int) -> tuple[ITensor, ITensor]:
-        """The k largest numbers along an axis, the largest first, and where they are, int32."""
-        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis)
-        return self._output(layer, "add_topk", 0), self._output(layer, "add_topk", 1)
+        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis, self.trt.DataType.INT64)
+        return self._output(layer, "add_topk", 0), self.cast(self._output(layer, "add_topk", 1), "int32")
 
     def softmax(self, x: ITensor, axis: int) -> ITensor:
         layer = self._layer("add_softmax", x)
@@ -236,6 +235,18 @@ class Layers:
     def gather_nd(self, x: ITensor, indices: ITensor) -> ITensor:
         """`indices` int32 [N, k] address the first k axes: [N, *x.shape[k:]]."""
         return self._add("add_gather_v2", x, indices, self.trt.GatherMode.ND)
+
+    def gather_elements(self, x: ITensor, indices: ITensor, axis: int) -> ITensor:
+        """numpy.take_along_axis."""
+        layer = self._layer("add_gather_v2", x, indices, self.trt.GatherMode.ELEMENT)
+        layer.axis = axis
+        return self._output(layer, "add_gather_v2", 0)
+
+    def scatter_elements(self, x: ITensor, indices: ITensor, updates: ITensor, axis: int) -> ITensor:
+        """numpy.put_along_axis, of a copy. Indices of one row must differ: TensorRT does not say which update wins."""
+        layer = self._layer("add_scatter", x, indices, updates, self.trt.ScatterMode.ELEMENT)
+        layer.axis = axis
+        return self._output(layer, "add_scatter", 0)
 
     def scatter_nd(self, x: ITensor, indices: ITensor, updates: ITensor) -> ITensor:
         """x with the rows that `indices` int32 [N, k] address replaced by `updates` [N, *x.shape[k:]]."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt import lowering_drafts as trt_drafts
 from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt import lowering_latents as trt_latents
@@ -18,6 +19,7 @@ from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts, StepInputs
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache
 
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by
@@ -35,8 +37,10 @@ class LayersLowering:
         *,
         page_size: int,
         max_num_tokens: int,
+        num_choices: int,  # of a draft; 0 without drafts
     ) -> None:
         self._layers = layers
+        self._num_choices = num_choices
         self._inputs = inputs
         self._index = [
             trt_attention.index_step(layers, replace(inputs, page_table=table), page_size=page_size)
@@ -100,7 +104,7 @@ class LayersLowering:
         self._take(cache, trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
-        return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
+        return trt_sampling.sample_and_accept(self._layers, logits, self._inputs, num_choices=self._num_choices)
 
     def draft_tokens(
         self,
@@ -108,10 +112,11 @@ class LayersLowering:
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
         num_slots: Dim,
-    ) -> ITensor:
-        return trt_sampling.draft_tokens(
-            self._layers, logits, next_context_lens, draft_to_target, self._inputs, num_slots
-        )
+        *,
+        num_choices: int,
+    ) -> Proposal[ITensor]:
+        given = (logits, next_context_lens, draft_to_target, self._inputs, num_slots)
+        return trt_drafts.draft_tokens(self._layers, *given, num_choices=num_choices)
 
     def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
         before, written = trt_eagle3.previous_rows(self._layers, x, self._inputs, self._index[0], cache)

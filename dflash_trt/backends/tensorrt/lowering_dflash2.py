@@ -5,8 +5,10 @@ behind the step's last slot repeat that slot and are cut off. What does not depe
 """
 
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_drafts import DraftRows, chances_of, proposal_of, times, without_nan
 from dflash_trt.backends.tensorrt.lowering_philox import noise_of_row_tokens
 from dflash_trt.network.ops import Acceptance, Codebooks, StepInputs
+from dflash_trt.network.proposal import Proposal
 
 
 def block_conv(
@@ -47,49 +49,31 @@ def select_tokens(
     *,
     num_slots: Dim,  # K
     max_slots: int,
-) -> ITensor:
-    """See `Ops.select_tokens`; int32 [R, K]. TensorRT's TopK is relied on for the order of equal logits."""
+) -> Proposal[ITensor]:
+    """See `Ops.select_tokens`. TensorRT's TopK is relied on for the order of equal logits."""
     count, rank = codebooks.top_k, hidden.shape[1]
-    scores, candidates = layers.top_k(layers.cast(logits, "float32"), count, 1)
-    candidates = layers.clamp(candidates, 0, logits.shape[1] - 1)  # NaN has no largest
-    noise = _noise(layers, candidates, acceptance, inputs, num_slots)
-    scores = layers.binary("SUM", scores, noise)
-    keys = layers.cast(layers.gather(layers.tensor(codebooks.successor), candidates), "float32")  # [R*K, top_k, r]
+    rows = DraftRows.of(layers, inputs, acceptance.next_context_lens, num_slots)
+    own_scores, choices = layers.top_k(without_nan(layers, logits), count, 1)  # [R*K, top_k]
+    noise = noise_of_row_tokens(layers, rows.seed, rows.position, layers.cast(choices, "int64"), rows.stream)
+    noisy = layers.binary("SUM", own_scores, layers.binary("PROD", noise, rows.temperature))
+    keys = layers.cast(layers.gather(layers.tensor(codebooks.successor), choices), "float32")  # [R*K, top_k, r]
     keys = layers.binary("PROD", keys, layers.reshape(layers.cast(hidden, "float32"), (-1, 1, rank)))
-    scores, candidates = (layers.reshape(values, (-1, num_slots, count)) for values in (scores, candidates))
+    scores, candidates = (layers.reshape(values, (-1, num_slots, count)) for values in (noisy, choices))
     keys = layers.reshape(keys, (-1, num_slots, count, rank))
-    predecessors, token, path = layers.tensor(codebooks.predecessor), acceptance.bonus_tokens, []
+    predecessors, token, path, links = layers.tensor(codebooks.predecessor), acceptance.bonus_tokens, [], []
     for slot in range(max_slots):
         at = _at(layers, slot, num_slots)
         query = layers.reshape(layers.cast(layers.gather(predecessors, token), "float32"), (-1, 1, rank))
         linked = layers.binary("PROD", layers.reshape(layers.gather(keys, at, 1), (-1, count, rank)), query)
-        score = layers.reshape(layers.gather(scores, at, 1), (-1, count))
-        score = layers.binary("SUM", score, layers.reduce("SUM", linked, 2, keep_dims=False))
-        best = layers.clamp(layers.argmax(score, 1), 0, count - 1)
+        links.append(layers.reduce("SUM", linked, 2, keep_dims=False))
+        score = layers.binary("SUM", layers.reshape(layers.gather(scores, at, 1), (-1, count)), links[-1])
+        best = layers.clamp(layers.argmax(score, 1), 0, count - 1)  # NaN has no largest
         token = _chosen(layers, layers.reshape(layers.gather(candidates, at, 1), (-1, count)), best)
         path.append(layers.reshape(token, (-1, 1)))
-    return layers.slice(layers.concat(path, 1), 1, 0, num_slots)
-
-
-def _noise(
-    layers: Layers,
-    candidates: ITensor,  # int32 [R*K, top_k]
-    acceptance: Acceptance[ITensor],
-    inputs: StepInputs[ITensor],
-    num_slots: Dim,
-) -> ITensor:
-    """float32 [R*K, top_k], times the temperature: slot j of a block, from 1 on, is at j behind the bonus token."""
-    num_requests = layers.dim(inputs.temperature, 0)
-
-    def per_row(values: ITensor) -> ITensor:  # [R] -> [R*K, 1]
-        repeated = layers.broadcast(layers.reshape(values, (-1, 1)), (num_requests, num_slots))
-        return layers.reshape(repeated, (-1, 1))
-
-    slots = layers.binary("SUM", layers.reshape(layers.arange(num_slots), (1, -1)), 1)
-    positions = layers.binary("SUM", layers.reshape(acceptance.next_context_lens, (-1, 1)), slots)
-    position = layers.cast(layers.reshape(positions, (-1,)), "int64")
-    noise = noise_of_row_tokens(layers, per_row(inputs.seed), position, layers.cast(candidates, "int64"))
-    return layers.binary("PROD", noise, per_row(inputs.temperature))
+    tokens = layers.slice(layers.concat(path, 1), 1, 0, num_slots)
+    linked = layers.slice(layers.concat(links, 1), 1, 0, times(layers, num_slots, count))
+    without_noise = layers.binary("SUM", own_scores, layers.reshape(linked, (-1, count)))
+    return proposal_of(layers, tokens, choices, chances_of(layers, without_noise, rows.temperature), num_slots)
 
 
 def _at(layers: Layers, slot: int, num_slots: Dim) -> ITensor:
@@ -102,6 +86,4 @@ def _at(layers: Layers, slot: int, num_slots: Dim) -> ITensor:
 
 def _chosen(layers: Layers, candidates: ITensor, place: ITensor) -> ITensor:
     """int32 [R, top_k], [R, 1] -> [R]."""
-    layer = layers.add_layer("add_gather_v2", candidates, place, layers.trt.GatherMode.ELEMENT)
-    layer.axis = 1
-    return layers.reshape(layers.output_of(layer), (-1,))
+    return layers.reshape(layers.gather_elements(candidates, place, 1), (-1,))

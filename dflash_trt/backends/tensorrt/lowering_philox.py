@@ -8,7 +8,7 @@ exact its logarithm is near 1: a series stands there, as in the kernels.
 from typing import Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.backends.torch.philox import LARGEST, MULTIPLIERS, WEYL
+from dflash_trt.backends.torch.philox import LARGEST, MULTIPLIERS, TESTS, TOKENS, WEYL
 
 _BYTE: Final = 1 << 8
 _HALF: Final = 1 << 16
@@ -20,30 +20,51 @@ def noise_of_range(
     seed: ITensor,  # int64 [N], non-negative
     position: ITensor,  # int64 [N], absolute position of the token to be chosen
     vocab_size: int,
+    stream: ITensor | None = None,  # int64 [N]; None: TOKENS
 ) -> ITensor:
     """float32 [N, vocab_size], a word of every counter for each four tokens."""
     num_quads = -(-vocab_size // 4)
-    words = _words(layers, seed, position, layers.ints(list(range(num_quads)), (1, num_quads), "int64"))
-    return _gumbel(layers, layers.slice(layers.reshape(words, (-1, 4 * num_quads)), 1, 0, vocab_size))
+    streams = None if stream is None else _column(layers, stream)
+    words = _words(layers, seed, position, layers.ints(list(range(num_quads)), (1, num_quads), "int64"), streams)
+    return _gumbel(layers, _uniform(layers, layers.slice(_flat(layers, words), 1, 0, vocab_size)))
 
 
-def noise_of_tokens(layers: Layers, seed: ITensor, position: ITensor, tokens: ITensor) -> ITensor:  # int64 [V]
+def noise_and_test_numbers(
+    layers: Layers, seed: ITensor, position: ITensor, vocab_size: int
+) -> tuple[ITensor, ITensor]:
+    """`noise_of_range` of the stream TOKENS, and v of the stream TESTS at token 0, float32 [N, 1]: one more counter."""
+    num_quads = -(-vocab_size // 4)
+    quads = layers.ints([*range(num_quads), 0], (1, num_quads + 1), "int64")
+    streams = layers.ints([*[TOKENS] * num_quads, TESTS], (1, num_quads + 1), "int64")
+    v = _uniform(layers, _flat(layers, _words(layers, seed, position, quads, streams)))
+    return _gumbel(layers, layers.slice(v, 1, 0, vocab_size)), layers.slice(v, 1, 4 * num_quads, 1)
+
+
+def noise_of_tokens(
+    layers: Layers,
+    seed: ITensor,
+    position: ITensor,
+    tokens: ITensor,  # int64 [V]
+    stream: ITensor,  # int64 [N]
+) -> ITensor:
     """float32 [N, V], of these tokens, in any order."""
-    quads, word = _divmod(layers, layers.reshape(tokens, (1, -1)), 4)
-    numbers = layers.ints([0, 1, 2, 3], (1, 1, 4), "int64")
-    is_word = layers.cast(layers.binary("EQUAL", layers.reshape(word, (1, -1, 1)), numbers), "int64")
-    words = layers.binary("PROD", _words(layers, seed, position, quads), is_word)
-    return _gumbel(layers, layers.reduce("SUM", words, 2, keep_dims=False))
+    return noise_of_row_tokens(layers, seed, position, layers.reshape(tokens, (1, -1)), stream)
 
 
-def noise_of_row_tokens(layers: Layers, seed: ITensor, position: ITensor, tokens: ITensor) -> ITensor:  # int64 [N, M]
+def noise_of_row_tokens(
+    layers: Layers,
+    seed: ITensor,
+    position: ITensor,
+    tokens: ITensor,  # int64 [1 or N, M]
+    stream: ITensor,  # int64 [N]
+) -> ITensor:
     """float32 [N, M], of each row's own tokens."""
     quads, word = _divmod(layers, tokens, 4)
     numbers = layers.ints([0, 1, 2, 3], (1, 1, 4), "int64")
     by_token = layers.reshape(word, (-1, tokens.shape[1], 1))
     is_word = layers.cast(layers.binary("EQUAL", by_token, numbers), "int64")
-    words = layers.binary("PROD", _words(layers, seed, position, quads), is_word)
-    return _gumbel(layers, layers.reduce("SUM", words, 2, keep_dims=False))
+    words = layers.binary("PROD", _words(layers, seed, position, quads, _column(layers, stream)), is_word)
+    return _gumbel(layers, _uniform(layers, layers.reduce("SUM", words, 2, keep_dims=False)))
 
 
 def philox(layers: Layers, key: ITensor, even: ITensor, odd: ITensor) -> ITensor:
@@ -65,19 +86,40 @@ def philox(layers: Layers, key: ITensor, even: ITensor, odd: ITensor) -> ITensor
     return layers.reshape(layers.concat(pairs, 3), (-1, even.shape[1], 4))
 
 
-def _words(layers: Layers, seed: ITensor, position: ITensor, quads: ITensor) -> ITensor:  # quads int64 [1 or N, Q]
+def _words(
+    layers: Layers,
+    seed: ITensor,
+    position: ITensor,
+    quads: ITensor,  # int64 [1 or N, Q]
+    streams: ITensor | None,  # int64 [1 or N, 1 or Q]; None: TOKENS
+) -> ITensor:
     """int64 [N, Q, 4]."""
     low_and_high = layers.ints([1, _WORD], (1, 2), "int64")
     key = _modulo(layers, layers.binary("DIV", layers.reshape(seed, (-1, 1)), low_and_high), _WORD)
-    is_first = layers.ints([1, 0], (1, 1, 2), "int64")  # words 2 and 3 of a counter are 0
+    is_first = layers.ints([1, 0], (1, 1, 2), "int64")  # word 3 of a counter is 0
     even = layers.binary("PROD", layers.reshape(position, (-1, 1, 1)), is_first)
+    if streams is not None:
+        is_second = layers.ints([0, 1], (1, 1, 2), "int64")
+        by_quad = layers.reshape(streams, (-1, streams.shape[1], 1))
+        even = layers.binary("SUM", even, layers.binary("PROD", by_quad, is_second))
     odd = layers.binary("PROD", layers.reshape(quads, (-1, quads.shape[1], 1)), is_first)
     return philox(layers, layers.reshape(key, (-1, 1, 2)), even, odd)
 
 
-def _gumbel(layers: Layers, words: ITensor) -> ITensor:
+def _column(layers: Layers, values: ITensor) -> ITensor:
+    return layers.reshape(values, (-1, 1))
+
+
+def _flat(layers: Layers, words: ITensor) -> ITensor:  # [N, Q, 4] -> [N, 4 * Q]
+    return layers.reshape(words, (-1, 4 * words.shape[1]))
+
+
+def _uniform(layers: Layers, words: ITensor) -> ITensor:
     v = layers.binary("PROD", layers.binary("SUM", layers.cast(words, "float32"), 0.5), 2.0**-32)
-    v = layers.binary("MIN", v, LARGEST)
+    return layers.binary("MIN", v, LARGEST)
+
+
+def _gumbel(layers: Layers, v: ITensor) -> ITensor:
     series = layers.binary("SUM", layers.binary("PROD", v, 0.2), 0.25)
     for coefficient in (1 / 3, 1 / 2, 1.0):
         series = layers.binary("SUM", layers.binary("PROD", v, series), coefficient)

@@ -1,4 +1,4 @@
-"""sample_and_accept and draft_tokens in plain TensorRT layers; the definition is `backends/torch/sampling`.
+"""sample_and_accept in plain TensorRT layers; the definition is `backends/torch/sampling`.
 
 TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by bisection over the scaled logits
 instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the
@@ -10,84 +10,72 @@ so are the log probabilities of a row with NaN or +inf, or of -inf alone; tokens
 
 from typing import Final
 
-from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_philox import noise_of_range, noise_of_tokens
+from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_philox import noise_and_test_numbers, noise_of_range
+from dflash_trt.backends.tensorrt.lowering_rejection import Candidates, DrawnTests
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 _LOWEST: Final = -104.0  # exp of less is 0 in float32
 _NUM_BISECTIONS: Final = 32
 
 
-def sample_and_accept(layers: Layers, logits: ITensor, inputs: StepInputs[ITensor]) -> Acceptance[ITensor]:
-    """[R*(K+1), V] at logit_rows -> tokens, log probabilities and what verification decided."""
+def sample_and_accept(
+    layers: Layers,
+    logits: ITensor,  # [R*(K+1), V], at logit_rows
+    inputs: StepInputs[ITensor],
+    *,
+    num_choices: int = 0,
+) -> Acceptance[ITensor]:
+    """Tokens, log probabilities and what verification decided. `num_choices` is 0 of engines without drafts."""
     num_requests, width = layers.dim(inputs.logit_rows, 0), layers.dim(inputs.logit_rows, 1)
     scores = layers.cast(logits, "float32")
-    sampled = layers.clamp(sample_rows(layers, scores, inputs), 0, scores.shape[1] - 1)  # int32 [N, 1]
-    layer = layers.add_layer("add_gather_v2", scores, sampled, layers.trt.GatherMode.ELEMENT)
-    layer.axis = 1
-    logprobs = layers.binary("SUB", layers.output_of(layer), _logsumexp(layers, scores))
+    candidates = Candidates.of(layers, inputs) if num_choices else None
+    tests = None if candidates is None else DrawnTests.of(layers, inputs, candidates, num_choices)
+    sampled = layers.clamp(sample_rows(layers, scores, inputs, tests), 0, scores.shape[1] - 1)  # int32 [N, 1]
+    logprobs = layers.binary("SUB", layers.gather_elements(scores, sampled, 1), _logsumexp(layers, scores))
     tokens = layers.reshape(sampled, (num_requests, width))
-    num_accepted = _count_accepted(layers, tokens, inputs, width)  # int32 [R]
+    if candidates is None:
+        num_accepted = layers.binary("PROD", inputs.num_candidates, 0)  # int32 [R]
+    else:
+        num_accepted = _count_accepted(layers, tokens, candidates)
 
-    layer = layers.add_layer(
-        "add_gather_v2", tokens, layers.reshape(num_accepted, (-1, 1)), layers.trt.GatherMode.ELEMENT
-    )
-    layer.axis = 1
+    bonus_tokens = layers.gather_elements(tokens, layers.reshape(num_accepted, (-1, 1)), 1)
     starts, ends = (layers.drop_ends(inputs.token_offsets, 0, first=i, last=1 - i) for i in (0, 1))
     num_fed = layers.binary("SUB", layers.binary("SUB", ends, starts), inputs.num_candidates)
     return Acceptance(
         emitted_tokens=tokens,  # an accepted draft equals the token sampled at its row
         emitted_logprobs=layers.reshape(logprobs, (num_requests, width)),
         num_accepted=num_accepted,
-        bonus_tokens=layers.reshape(layers.output_of(layer), (-1,)),
+        bonus_tokens=layers.reshape(bonus_tokens, (-1,)),
         next_context_lens=layers.binary("SUM", layers.binary("SUM", inputs.context_lens, num_fed), num_accepted),
     )
 
 
-def sample_rows(layers: Layers, scores: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
-    """One token per row, int32 [N, 1]: argmax where temperature is 0, else a draw from the filtered distribution."""
+def sample_rows(
+    layers: Layers, scores: ITensor, inputs: StepInputs[ITensor], tests: DrawnTests | None = None
+) -> ITensor:
+    """One token per row, int32 [N, 1]: argmax where temperature is 0, else a draw from the filtered distribution, or
+    the draft that passed its test.
+    """
     temperature = _per_row(layers, inputs.temperature, inputs)
     is_random = layers.binary("GREATER", temperature, 0.0)
     divisor = layers.where(is_random, temperature, layers.like(1.0, temperature))
     below_largest = layers.binary("SUB", scores, layers.reduce("MAX", scores, 1))  # 0: no division makes it infinite
     scaled = layers.binary("DIV", below_largest, divisor)
-    weights = _filtered_weights(layers, scaled, inputs)
+    is_kept = layers.binary("GREATER", _filtered_weights(layers, scaled, inputs), 0.0)
     rows = layers.reshape(inputs.logit_rows, (-1,))
     position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
-    noise = noise_of_range(layers, _per_row(layers, inputs.seed, inputs), position, scores.shape[1])
-    is_open = layers.binary("OR", layers.binary("GREATER", weights, 0.0), layers.unary("NOT", is_random))
-    noisy = layers.binary("SUM", below_largest, layers.binary("PROD", noise, temperature))  # as they are when greedy
-    return layers.argmax(_where_kept(layers, is_open, noisy, float("-inf")), 1)
-
-
-def draft_tokens(
-    layers: Layers,
-    logits: ITensor,  # [R*K, V]
-    next_context_lens: ITensor,  # int32 [R]
-    draft_to_target: ITensor | None,  # int64 [V]
-    inputs: StepInputs[ITensor],
-    num_slots: Dim,  # K
-) -> ITensor:
-    """See `Ops.draft_tokens`."""
-    num_requests = layers.dim(inputs.temperature, 0)
-
-    def per_row(values: ITensor) -> ITensor:  # [R] -> [R*K, 1]
-        repeated = layers.broadcast(layers.reshape(values, (-1, 1)), (num_requests, num_slots))
-        return layers.reshape(repeated, (-1, 1))
-
-    slots = layers.binary("SUM", layers.reshape(layers.arange(num_slots), (1, -1)), 1)
-    positions = layers.binary("SUM", layers.reshape(next_context_lens, (-1, 1)), slots)
-    position = layers.cast(layers.reshape(positions, (-1,)), "int64")
-    if draft_to_target is None:
-        noise = noise_of_range(layers, per_row(inputs.seed), position, logits.shape[1])
+    seed = _per_row(layers, inputs.seed, inputs)
+    if tests is None:
+        noise, is_accepted = noise_of_range(layers, seed, position, scores.shape[1]), None
     else:
-        noise = noise_of_tokens(layers, per_row(inputs.seed), position, draft_to_target)
-    scaled_noise = layers.binary("PROD", noise, per_row(inputs.temperature))
-    noisy = layers.binary("SUM", layers.cast(logits, "float32"), scaled_noise)
-    tokens = layers.clamp(layers.argmax(noisy, 1), 0, logits.shape[1] - 1)  # NaN has no largest
-    if draft_to_target is not None:
-        tokens = layers.cast(layers.gather(draft_to_target, tokens), "int32")
-    return layers.reshape(tokens, (-1, num_slots))
+        noise, numbers = noise_and_test_numbers(layers, seed, position, scores.shape[1])
+        of_rows = {"is_kept": is_kept, "scaled": scaled, "temperature": divisor, "numbers": numbers}
+        below_largest, is_accepted = tests.decide(layers, below_largest, **of_rows)
+    is_open = layers.binary("OR", is_kept, layers.unary("NOT", is_random))
+    noisy = layers.binary("SUM", below_largest, layers.binary("PROD", noise, temperature))  # as they are when greedy
+    drawn = layers.argmax(_where_kept(layers, is_open, noisy, float("-inf")), 1)
+    return drawn if tests is None else layers.where(is_accepted, tests.drafts, drawn)
 
 
 def _filtered_weights(layers: Layers, scaled: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
@@ -149,23 +137,10 @@ def _bisect(
     return low
 
 
-def _count_accepted(layers: Layers, tokens: ITensor, inputs: StepInputs[ITensor], width: Dim) -> ITensor:
+def _count_accepted(layers: Layers, tokens: ITensor, candidates: Candidates) -> ITensor:  # int32 [R, K+1]
     """int32 [R]: the leading candidates that equal the target's own tokens."""
-    if width == 1:
-        return layers.binary("PROD", inputs.num_candidates, 0)
-    last_row = layers.dim(inputs.token_ids, 0)
-    last_row = (
-        layers.ints([last_row - 1], (1, 1))
-        if isinstance(last_row, int)
-        else layers.reshape(layers.cast(layers.binary("SUB", last_row, 1), "int32"), (1, 1))
-    )
-    next_rows = layers.binary("SUM", layers.drop_ends(inputs.logit_rows, 1, first=0, last=1), 1)
-    candidates = layers.gather(inputs.token_ids, layers.binary("MIN", next_rows, last_row))  # [R, K]
-    num_slots = width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
-    slots = layers.reshape(layers.arange(num_slots), (1, -1))
-    is_candidate = layers.binary("LESS", slots, layers.reshape(inputs.num_candidates, (-1, 1)))
-    is_same = layers.binary("EQUAL", candidates, layers.drop_ends(tokens, 1, first=0, last=1))
-    differs = layers.unary("NOT", layers.binary("AND", is_candidate, is_same))
+    is_same = layers.binary("EQUAL", candidates.tokens, tokens)
+    differs = layers.unary("NOT", layers.binary("AND", candidates.is_given, is_same))
     num_different = layers.cumulative_sum(layers.cast(differs, "int32"), 1)
     is_accepted = layers.binary("LESS", num_different, 1)
     return layers.reduce("SUM", layers.cast(is_accepted, "int32"), 1, keep_dims=False)

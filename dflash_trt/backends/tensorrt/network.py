@@ -1,15 +1,16 @@
 """The whole step as one TensorRT network: its inputs, state and outputs, and the ops between them.
 
-Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
-network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of latents [pages, page_size, row]), or some,
-`target_state.{i}.{part}`, [slots, ...], and what was written leaves as `next_target_kv.{i}` and so on. Layers with
-pages of a window alone have a page table of their own, `page_table.{window}`.
+Input and output tensors are those of `core/step_spec.py` (without drafts none of DRAFT_INPUTS and DRAFT_OUTPUTS), and
+the state's. With plugins the state is no tensor of the network: one input, `state_pools`, has the addresses of all of
+it. With plain layers each state is an input, `target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of
+latents [pages, page_size, row]), or some, `target_state.{i}.{part}`, [slots, ...], and what was written leaves as
+`next_target_kv.{i}` and so on. Layers with pages of a window alone have a page table of their own,
+`page_table.{window}`.
 """
 
 from collections.abc import Mapping as AbcMapping
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.collectives import make_collectives
@@ -38,7 +39,15 @@ from dflash_trt.core.state_spec import (
     page_group_of,
     paged,
 )
-from dflash_trt.core.step_spec import DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
+from dflash_trt.core.step_spec import (
+    DRAFT_INPUTS,
+    DRAFT_OUTPUTS,
+    PLAN_INPUTS,
+    STEP_INPUTS,
+    STEP_OUTPUTS,
+    Axis,
+    StepTensor,
+)
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.rank_tensors import RankTensors
@@ -75,6 +84,11 @@ class StepNetworkSpec:
         return self.draft is not None and self.max_draft_len > 0
 
     @property
+    def num_choices(self) -> int:
+        """C, of each draft; 0 without drafts."""
+        return self.draft.num_choices if self.draft is not None and self.has_drafts else 0
+
+    @property
     def states(self) -> EngineStates:
         """Of one rank."""
         whole = engine_states(self.target, self.draft, dtype=self.dtype, quantization=self.quantization)
@@ -94,7 +108,7 @@ class IoTensor:
 def step_tensors_of(spec: StepNetworkSpec) -> tuple[StepTensor, ...]:
     """The step's own inputs, the page tables of windows, and the slots of requests where a state is found by slot."""
     tables = tuple(replace(PAGE_TABLE, name=table_name(window), is_by_group=False) for window in spec.page_windows)
-    inputs = (tensor for tensor in STEP_INPUTS if tensor.name not in DRAFT_INPUTS)
+    inputs = (tensor for tensor in STEP_INPUTS if spec.has_drafts or tensor.name not in DRAFT_INPUTS)
     return (*inputs, *tables, *([SLOT_IDS] if spec.states.is_recurrent else []))
 
 
@@ -113,10 +127,10 @@ def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 
 def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Without `draft_tokens` when nothing is drafted."""
-    return tuple(
-        _io_tensor(tensor, spec) for tensor in STEP_OUTPUTS if spec.has_drafts or tensor.name != "draft_tokens"
-    )
+    """Without `draft_tokens`, and what they were drawn from, when nothing is drafted."""
+    if not spec.has_drafts:
+        return tuple(_io_tensor(tensor, spec) for tensor in STEP_OUTPUTS if tensor.name != "draft_tokens")
+    return tuple(_io_tensor(tensor, spec) for tensor in (*STEP_OUTPUTS, *DRAFT_OUTPUTS))
 
 
 def state_tensors_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
@@ -199,11 +213,12 @@ def define_step_network(
         ),
         num_draft_tokens=spec.max_draft_len,
     )
-    proposal = outputs.proposal
+    named = {tensor.name: getattr(outputs.acceptance, tensor.name, None) for tensor in STEP_OUTPUTS}
+    if outputs.proposal is not None:
+        proposal = ops.of_this_step(outputs.proposal)
+        named |= {f"draft_{item.name}": getattr(proposal, item.name) for item in fields(proposal)}
     for tensor in step_outputs_of(spec):
-        drafted = tensor.name == "draft_tokens"
-        found = ops.of_this_step(proposal.tokens) if proposal and drafted else getattr(outputs.acceptance, tensor.name)
-        layers.mark_output(found, tensor.name)
+        layers.mark_output(named[tensor.name], tensor.name)
     state_outputs = ops.state_outputs()
     for tensor in state_outputs_of(spec):
         layers.mark_output(state_outputs[tensor.name], tensor.name)
@@ -236,10 +251,14 @@ def _lowering(
     spec: StepNetworkSpec,
 ) -> StatefulLowering:
     if spec.plugins == "layers":
-        sizes = {"page_size": spec.page_size, "max_num_tokens": spec.max_num_tokens}
+        sizes = {"page_size": spec.page_size, "max_num_tokens": spec.max_num_tokens, "num_choices": spec.num_choices}
         return LayersLowering(layers, inputs, page_tables, slot_ids, **sizes)
     pools = state[STATE_POOLS]
-    sizes = {"page_size": spec.page_size, "max_verify_rows": 1 + (spec.max_draft_len if spec.has_drafts else 0)}
+    sizes = {
+        "page_size": spec.page_size,
+        "max_verify_rows": 1 + (spec.max_draft_len if spec.has_drafts else 0),
+        "num_choices": spec.num_choices,
+    }
     return PluginLowering(layers, inputs, page_tables, pools, spec.states, slot_ids=slot_ids, **sizes)
 
 

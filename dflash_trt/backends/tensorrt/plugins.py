@@ -19,8 +19,10 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
+from dflash_trt.core.step_spec import DRAFT_INPUTS
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
 from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts, StepInputs
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
@@ -102,12 +104,11 @@ SAMPLE_AND_ACCEPT: Final = PluginContract(
         "context_lens",
         "logit_rows",
         "num_candidates",
-        "choices",
-        "chances",
+        *DRAFT_INPUTS,
         *(row.name for row in STEP_SAMPLING_FIELDS),
     ),
     outputs=("emitted_tokens", "emitted_logprobs", "num_accepted", "bonus_tokens", "next_context_lens"),
-    fields=("num_choices",),  # 0: choices and chances are not read
+    fields=("num_choices",),  # 0 without drafts: `choices` and `chances` are not read
 )
 DRAFT_TOKENS: Final = PluginContract(
     name="DraftTokens",
@@ -174,6 +175,7 @@ class PluginLowering:
         *,
         page_size: int,
         max_verify_rows: int,  # of a request that is not a prompt
+        num_choices: int,  # of a draft; 0 without drafts
         slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
     ) -> None:
         self._layers = layers
@@ -186,6 +188,7 @@ class PluginLowering:
         self._indices = {state.name: index for state, index in zip(own, firsts, strict=False)}
         self._page_size = page_size
         self._max_verify_rows = max_verify_rows
+        self._num_choices = num_choices
         self._num_nodes = 0
         self._written: list[ITensor] = []
 
@@ -245,7 +248,10 @@ class PluginLowering:
         self._written.append(self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), cache, {}))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
-        outputs = self._node(SAMPLE_AND_ACCEPT, {"logits": logits}, {})
+        given = {"logits": logits}
+        if not self._num_choices:
+            given |= {"choices": self._layers.ints([0], (1, 1)), "chances": self._layers.floats([0.0], (1, 1))}
+        outputs = self._node(SAMPLE_AND_ACCEPT, given, {"num_choices": self._num_choices})
         return Acceptance(**dict(zip(SAMPLE_AND_ACCEPT.outputs, outputs, strict=True)))
 
     def draft_tokens(
@@ -254,12 +260,19 @@ class PluginLowering:
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
         num_slots: Dim,
-    ) -> ITensor:
+        *,
+        num_choices: int,
+    ) -> Proposal[ITensor]:
         not_read = self._layers.ints([0], (1,), "int64")
         given = {"logits": logits, "next_context_lens": next_context_lens}
         given |= {"draft_to_target": not_read if draft_to_target is None else draft_to_target}
-        [tokens] = self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})
-        return self._layers.reshape(tokens, (-1, num_slots)) if isinstance(num_slots, int) else tokens
+        fields: dict[str, float] = {"has_map": int(draft_to_target is not None), "num_choices": num_choices}
+        made = self._node(DRAFT_TOKENS, given, fields)
+        if isinstance(num_slots, int):
+            sizes = (num_slots, *[num_slots * num_choices] * 2)
+            made = [self._layers.reshape(x, (-1, size)) for x, size in zip(made, sizes, strict=True)]
+        tokens, choices, chances = made
+        return Proposal(tokens=tokens, choices=choices, chances=chances)
 
     def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
         fields: dict[str, float] = {"state": self._indices[cache.spec.name], "page_size": self._page_size}

@@ -29,7 +29,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers the pages of every group and slots, too."""
+    """Ranges by axis name: T, R, R+1, K+1, P, and K*C with drafts; of plain layers pages of every group, and slots."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -58,6 +58,9 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
         "K+1": AxisRange(min=2 if spec.has_drafts else 1, opt=width, max=width),
         "P": AxisRange(min=1, opt=tuned_pages, max=pages),
     }
+    if spec.has_drafts:
+        num_chances = spec.max_draft_len * spec.num_choices
+        shared["K*C"] = AxisRange(min=spec.num_choices, opt=num_chances, max=num_chances)
     if spec.plugins == "layers":
         pool = AxisRange(min=1, opt=batch * tuned_pages + 1, max=max_pool_pages(limits))
         shared |= {pool_axis(window): pool for window in (None, *spec.page_windows)}

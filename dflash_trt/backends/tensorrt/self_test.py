@@ -97,7 +97,8 @@ def qualify(reference: StepExecutor, engine: TensorRTExecutor, *, vocab_size: in
         ("greedy tokens, prefill chunks beside verify blocks", lambda: _compare(reference, engine, vocab_size, GREEDY)),
         ("sampled tokens, every filter", lambda: _compare(reference, engine, vocab_size, SAMPLED)),
         ("repeated decode shapes (CUDA graphs)", lambda: _repeat(reference, engine, vocab_size)),
-        ("chained steps", lambda: _chain(reference, engine, vocab_size)),
+        ("chained steps", lambda: _chain(reference, engine, vocab_size, GREEDY[:1])),
+        ("chained steps, drafts drawn apart", lambda: _chain(reference, engine, vocab_size, APART)),
         ("pages of others stay untouched (canary)", lambda: check_pages(engine)),
     ]
     for name, check in checks:
@@ -112,6 +113,11 @@ SAMPLED = (
     StepSampling(temperature=0.8, top_k=20, top_p=0.9, seed=(1 << 61) + 1),
     StepSampling(temperature=1.2, min_p=0.02, seed=2),
     StepSampling(),
+)
+APART = (
+    StepSampling(temperature=2.0, seed=3, draft_stream=1),
+    StepSampling(temperature=1.5, top_p=0.95, seed=(1 << 61) + 4, draft_stream=1),
+    StepSampling(temperature=3.0, min_p=0.02, seed=5, draft_stream=1),
 )
 
 
@@ -183,17 +189,26 @@ def _repeat(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> s
     return _must_be_equal(expected, found)
 
 
-def _chain(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> str:
-    """The last steps are submitted before their results are read, and take their tokens from the slot."""
-    num_drafts, max_pages = engine.limits.max_draft_len, engine.limits.max_pages
-    theirs, drives = (_drives(executor.limits, vocab_size, GREEDY[:1]) for executor in (reference, engine))
-    expected = _run(reference, theirs, vocab_size, spoils=False, num_steps=5)
-    found = _run(engine, drives, vocab_size, spoils=False, num_steps=3)
-    part = drives[0].part(num_draft_tokens=num_drafts, chunk=6)
-    given = plan_of(StepBatch(requests=(part,), num_draft_tokens=num_drafts), max_pages=max_pages)
-    handles = [engine.submit(chained(given)) for _ in range(2)]
-    found += [request_results(handle.result()) for handle in handles]
+def _chain(reference: StepExecutor, engine: StepExecutor, vocab_size: int, samplings: tuple[StepSampling, ...]) -> str:
+    """The last steps are submitted in pairs before results are read, and take tokens and drafts from their slots."""
+    expected, found = (_chained_steps(executor, vocab_size, samplings) for executor in (reference, engine))
     return _must_be_equal(expected, found)
+
+
+def _chained_steps(
+    executor: StepExecutor, vocab_size: int, samplings: tuple[StepSampling, ...]
+) -> list[tuple[RequestResult, ...]]:
+    num_drafts, max_pages = executor.limits.max_draft_len, executor.limits.max_pages
+    drives = _drives(executor.limits, vocab_size, samplings)
+    steps = _run(executor, drives, vocab_size, spoils=False, num_steps=6)  # all prompts have been read
+    while len(steps) < _NUM_STEPS:
+        parts = tuple(drive.part(num_draft_tokens=num_drafts, chunk=6) for drive in drives)
+        given = plan_of(StepBatch(requests=parts, num_draft_tokens=num_drafts), max_pages=max_pages)
+        for handle in [executor.submit(chained(given)) for _ in range(2)]:
+            steps.append(request_results(handle.result()))
+            for drive, result in zip(drives, steps[-1], strict=True):
+                drive.take(result)
+    return steps
 
 
 def _must_be_equal(expected: list[tuple[RequestResult, ...]], found: list[tuple[RequestResult, ...]]) -> str:

@@ -7,6 +7,7 @@ from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 
 
@@ -60,7 +61,9 @@ class StatefulLowering(Protocol):
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
         num_slots: Dim,
-    ) -> ITensor: ...
+        *,
+        num_choices: int,
+    ) -> Proposal[ITensor]: ...
 
     def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor: ...
 

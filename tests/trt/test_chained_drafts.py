@@ -1,0 +1,159 @@
+"""Drafts drawn apart, in steps that are fed on the device: slots bring to a step what its drafts were drawn from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt.backends.tensorrt.buffers import StepBuffers
+from dflash_trt.backends.tensorrt.context import StepContexts
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan
+from dflash_trt.engine_dir import EngineLimits
+from tests.dflash2_files import make_dflash2_drafter
+from tests.eagle3_files import save_eagle3_head
+from tests.engines import PAGE_SIZE, make_executor
+from tests.factories import make_target
+from tests.traces import PROMPTS, Steps, integers
+from tests.trt.fake_engine import USER_MANAGED, FakeEngine
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
+from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.test_step_tokens import make_pair
+from tests.trt.test_trt_executor import CPU, HOST_STREAM
+
+K = 3
+KS = (K, K, 2, K, 1, 0, *[K] * 12)  # of the steps in turn
+NUM_PAGES = 24  # of a request
+SAMPLINGS = (
+    StepSampling(temperature=2.0, seed=(1 << 61) + 5, draft_stream=1),
+    StepSampling(temperature=1.3, seed=7),
+    StepSampling(),
+    StepSampling(temperature=3.0, top_k=9, top_p=0.95, min_p=0.02, seed=11, draft_stream=1),
+)
+APART = [i for i, sampling in enumerate(SAMPLINGS) if sampling.draft_stream]
+
+
+def dflash(root: Path) -> tuple[Path, Path]:
+    target, drafter = make_pair(root)
+    assert drafter is not None
+    return target, drafter
+
+
+def reduced_vocabulary(root: Path) -> tuple[Path, Path]:
+    target, drafter = make_pair(root, speculators=True)
+    assert drafter is not None
+    return target, drafter
+
+
+def dflash2(root: Path) -> tuple[Path, Path]:
+    target = make_target(root / "target", vocab_size=12, tokenizer=False)
+    return target, make_dflash2_drafter(root / "drafter", target_dir=target, block_size=K + 1)
+
+
+def eagle3(root: Path) -> tuple[Path, Path]:
+    target = make_target(root / "target", num_hidden_layers=2, vocab_size=12, tokenizer=False)
+    options: dict[str, Any] = {"aux_hidden_state_layer_ids": (2, 1), "draft_tokens": (0, 1, 2, 4, 5, 7, 8, 10, 11)}
+    return target, save_eagle3_head(root / "drafter", target_dir=target, **options)
+
+
+DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3)
+
+
+def make_ours(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> TensorRTExecutor:
+    nodes = None
+    if plugins == "layers":
+        defined = define_pair(trt, *pair, max_draft_len=K)
+    else:
+        defined, made = define_with_plugins(trt, *pair, max_draft_len=K)
+        nodes = (made, PluginReference())
+    sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": 64, "max_draft_len": K}
+    sizes |= {"page_size": PAGE_SIZE}
+    engine = FakeEngine(defined, EngineLimits(**sizes), plugins=nodes)
+    contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=(), device=CPU)
+    limits = ExecutorLimits(**sizes, num_pages=4 * NUM_PAGES)
+    return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
+
+
+def steps_of(executor: Any, *, before_step: Callable[[], object] = lambda: None) -> Steps:
+    """The first three requests get their prompts together, the last one in the second step; the rest is chained."""
+    steps: Steps = []
+    num_candidates = 0
+    for step, k in enumerate(KS):
+        num_live = 3 if step == 0 else 4
+        is_prompt = [step == 0 or (step == 1 and r == 3) for r in range(num_live)]
+        parts = [_part(r, num_candidates=None if is_prompt[r] else min(num_candidates, k)) for r in range(num_live)]
+        plan = plan_of(StepBatch(requests=tuple(parts), num_draft_tokens=k), max_pages=executor.limits.max_pages)
+        before_step()
+        steps.append(request_results(executor.submit(_chained(plan, is_prompt)).result()))
+        num_candidates = k
+    return steps
+
+
+def _part(r: int, *, num_candidates: int | None) -> ScheduledRequest:
+    """None: the prompt."""
+    return ScheduledRequest(
+        request_id=str(r),
+        token_ids=tuple(PROMPTS[r]) if num_candidates is None else (0,) * (1 + num_candidates),
+        context_len=0,
+        num_candidates=num_candidates or 0,
+        page_ids=tuple(range(NUM_PAGES * r, NUM_PAGES * (r + 1))),
+        sampling=SAMPLINGS[r],
+    )
+
+
+def _chained(plan: StepPlan, is_prompt: Sequence[bool]) -> StepPlan:
+    context_lens = np.where(is_prompt, plan.rows.context_lens, CHAINED)
+    return replace(plan, rows=replace(plan.rows, context_lens=context_lens))
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+@pytest.mark.parametrize("plugins", ["layers", "plugin"])
+def test_chained_steps_give_torchs_tokens_and_drafts(
+    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]], plugins: str
+) -> None:
+    pair = make(tmp_path)
+    expected = steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
+    ours = make_ours(trt, pair, plugins)
+    assert integers(steps_of(ours)) == integers(expected)
+    counts = [(row[r].num_accepted, min(KS[i], KS[i + 1])) for i, row in enumerate(expected[2:], 1) for r in APART]
+    assert 0 < sum(accepted for accepted, _ in counts) < sum(given for _, given in counts)  # and rejections
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_the_interpreted_network_alone_gives_them_too(
+    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]]
+) -> None:
+    pair = make(tmp_path)
+    ours = InterpretedExecutor(define_pair(trt, *pair, max_draft_len=K), num_pages=4 * NUM_PAGES)
+    assert integers(steps_of(ours)) == integers(steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN)))
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+@pytest.mark.parametrize("plugins", ["layers", "plugin"])
+def test_slots_that_lose_what_drafts_were_drawn_from_are_noticed(
+    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]], plugins: str
+) -> None:
+    pair = make(tmp_path)
+    expected = steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
+    ours = make_ours(trt, pair, plugins)
+    chances = ours._buffers.staging.slots.chances
+    found = steps_of(ours, before_step=chances.zero_)
+    assert integers(found) != integers(expected)
+    shared = [r for r in range(4) if r not in APART]
+    assert [[row[r] for r in shared if r < len(row)] for row in integers(found)] == [
+        [row[r] for r in shared if r < len(row)] for row in integers(expected)
+    ]
+
+
+def test_what_drafts_were_drawn_from_is_no_part_of_what_the_host_gets(trt: ModuleType, tmp_path: Path) -> None:
+    ours = make_ours(trt, dflash(tmp_path), "layers")
+    buffers: StepBuffers = ours._buffers
+    own = {"draft_choices", "draft_chances"}
+    assert own <= set(buffers.tensors) and not own & set(buffers.results.device_tensors)
+    num_chances = 8 * K * ours._spec.num_choices
+    assert {buffers.tensors[name].numel() for name in (*own, "choices", "chances")} == {num_chances}
