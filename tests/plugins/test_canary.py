@@ -33,7 +33,15 @@ def test_whole_steps_over_recurrent_states_give_torchs_tokens(results: dict[str,
     """Blocks cut everywhere, K that changes, chained steps, and steps that run twice."""
     found = results["hybrid"]
     assert found["tokens"] is True and found["again"] is True
-    assert re.match(r"5 steps, \d+ tokens equal", found["chained"])
+    assert re.match(r"12 steps, \d+ tokens equal", found["chained"])
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "eagle3"])
+def test_chained_steps_that_draw_drafts_apart_give_torchs_tokens(results: dict[str, Any], drafter: str) -> None:
+    found = results if drafter == "dflash" else results["chain"]
+    if found is None:
+        pytest.skip("needs PyPI speculators, which writes the head")
+    assert re.match(r"12 steps, \d+ tokens equal", found["drawn apart"]), found["drawn apart"]
 
 
 def test_an_engine_that_writes_its_slots_passes_and_others_are_refused_by_the_part(results: dict[str, Any]) -> None:
