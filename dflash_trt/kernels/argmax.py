@@ -43,13 +43,13 @@ def tile_argmax_kernel(
     offsets = tile * TILE + tl.arange(0, TILE)
     start = logits + row.to(tl.int64) * vocab_size
     x = tl.load(start + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
     at = row * tl.num_programs(1) + tile
     degree = tl.load(temperature + request)
     if (degree > 0) & (tl.load(draft_stream + request) == DRAFTS):
         best = best_of_pieces(x, tile * TILE, vocab_size, TILE, PIECES)
         tl.store(piece_best + at.to(tl.int64) * PIECES + tl.arange(0, PIECES), best)
     else:
-        x = tl.where(x == x, x, float("-inf"))
         if degree > 0:
             position = tl.load(next_context_lens + request) + 1 + row % num_slots
             if HAS_MAP:

@@ -13,13 +13,23 @@ import triton.language as tl
 from dflash_trt.kernels.philox import DRAFTS, noise_of_tokens
 from dflash_trt.kernels.rankings import NO_RANKING, largest_rankings, logit_and_token, ranking_of
 
+_NO_INDEX = tl.constexpr(0x7FFFFFFF)
+
 
 @triton.jit
 def best_of_pieces(x, first_token, vocab_size, TILE: tl.constexpr, PIECES: tl.constexpr):
-    """int64 [PIECES], the largest ranking of each piece of a tile of float32 logits, from `first_token` on."""
-    tokens = first_token + tl.arange(0, TILE)
-    rankings = tl.where(tokens < vocab_size, ranking_of(x, tokens), NO_RANKING)
-    return tl.max(tl.reshape(rankings, (PIECES, TILE // PIECES)), axis=1)
+    """int64 [PIECES], the largest ranking of each piece of a tile from `first_token` on, of float32 logits
+    of which none is NaN.
+
+    The largest logit and then its first token: fewer registers than rankings of all.
+    """
+    x = tl.reshape(x, (PIECES, TILE // PIECES))
+    starts = first_token + tl.arange(0, PIECES) * (TILE // PIECES)
+    tokens = starts[:, None] + tl.arange(0, TILE // PIECES)[None, :]
+    largest = tl.max(x, axis=1)
+    is_best = (x == largest[:, None]) & (tokens < vocab_size)
+    token = tl.min(tl.where(is_best, tokens, _NO_INDEX), axis=1)
+    return tl.where(starts < vocab_size, ranking_of(largest, token), NO_RANKING)
 
 
 @triton.jit
