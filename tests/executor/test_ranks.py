@@ -27,6 +27,7 @@ from dflash_trt.core.batch import (
     run_batch,
 )
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
+from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.engine_dir import EngineDir
@@ -37,6 +38,8 @@ from dflash_trt.executor.ranks.executor import RankedExecutor
 from dflash_trt.executor.ranks.messages import RunStep
 from dflash_trt.executor.ranks.shard import fingerprint
 from dflash_trt.network.ops import Linear
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
 from tests.executor.rank_engines import (
     PACKED,
     build,
@@ -114,6 +117,32 @@ def test_accepted_and_rejected_drafts_are_those_of_one_rank(pair: Pair) -> None:
     assert integers(found) == integers(expected)
     accepted = [count for run in runs for count in run.num_accepted]
     assert {0, K} <= set(accepted)
+
+
+def drawn_apart(executor: Any) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Tokens and accepted drafts of requests without a seed of their user's, through chained steps."""
+    loop = EngineLoop(executor, Scheduler(executor.limits), overlaps=True)
+    requests = [
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=tuple(PROMPTS[seed % len(PROMPTS)]),
+            sampling=SamplingParams(max_new_tokens=12, temperature=2.0, top_p=0.97),
+            seed=seed,
+            is_reproducible=False,
+        )
+        for seed in range(8)
+    ]
+    streams = [loop.submit(request) for request in requests]
+    while loop.step():
+        pass
+    outputs = [stream.result(timeout_s=5) for stream in streams]
+    return [(output.token_ids, [step.num_accepted for step in output.steps]) for output in outputs]
+
+
+def test_drafts_that_are_drawn_apart_are_tested_alike_on_every_rank(pair: Pair) -> None:
+    expected = drawn_apart(pair.one)
+    assert drawn_apart(pair.two) == expected
+    assert any(any(accepted) for _, accepted in expected)
 
 
 def test_all_ranks_have_the_same_logits_bit_for_bit(pair: Pair) -> None:
