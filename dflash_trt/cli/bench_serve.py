@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
 import shlex
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
+from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -241,10 +244,20 @@ def _starter(engine_dir: Path, runtime: RuntimeConfig) -> Callable[[], Any]:
     settings, _ = worker_settings(engine_dir, runtime)
     from dflash_trt.servers.dynamo.supervisor import Service
 
+    @cache
+    def log_file() -> Path:
+        """Of all turns: between two lines of progress nobody wants a line for each request."""
+        handle, name = mkstemp(prefix="dflash-trt-bench-serve-", suffix=".log")
+        os.close(handle)
+        click.echo(f"the server of {engine_dir} writes to {name}", err=True)
+        return Path(name)
+
     def start() -> Any:
         port = _free_ports()
         arguments = ("--router-mode", "round-robin", "--migration-limit", "0")
-        service = Service(worker=settings, port=port, first_metrics_port=port + 1, frontend_arguments=arguments)
+        service = Service(
+            worker=settings, port=port, first_metrics_port=port + 1, frontend_arguments=arguments, log_file=log_file()
+        )
         return _supervised(service)
 
     return start

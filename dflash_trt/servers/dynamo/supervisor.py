@@ -13,8 +13,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -45,7 +46,10 @@ class ServiceError(DFlashError):
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What to start. Worker i has `gpus[i]`, if there are any, and serves its metrics at `first_metrics_port` + i."""
+    """What to start. Worker i has `gpus[i]`, if there are any, and serves its metrics at `first_metrics_port` + i.
+
+    The processes write to `log_file`, by default to standard error.
+    """
 
     worker: WorkerSettings
     num_replicas: int = 1
@@ -54,6 +58,7 @@ class Service:
     port: int = 8000
     first_metrics_port: int = 8001
     frontend_arguments: tuple[str, ...] = ()
+    log_file: Path | None = None
 
     def metrics_port(self, index: int) -> int:
         return self.first_metrics_port + index
@@ -76,18 +81,21 @@ class _Child:
     num_failures: int = 0
     due_s: float = 0.0
     log: Callable[[str], None] = field(default=_LOG.warning, repr=False)
+    log_file: Path | None = None
 
     def start(self) -> None:
         if self.id_file is not None:
             self.id_file.unlink(missing_ok=True)
         self.has_served = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_trt.servers.dynamo.child"],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            start_new_session=True,  # the supervisor decides about Ctrl-C
-        )
+        with nullcontext(sys.stderr) if self.log_file is None else self.log_file.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dflash_trt.servers.dynamo.child"],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
+                start_new_session=True,  # the supervisor decides about Ctrl-C
+            )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(pickle.dumps(self.task))
@@ -128,6 +136,7 @@ class Supervisor:
     def __init__(self, service: Service, log: Callable[[str], None]) -> None:
         self._service = service
         self._log = log
+        self._make_child = partial(_Child, log=log, log_file=service.log_file)
         self._stack = ExitStack()
         self._workers: list[_Child] = []
         self._doors: list[_Child] = []  # gateway and front end
@@ -245,13 +254,13 @@ class Supervisor:
         if service.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(service.gpus[index], environment))
         task = service.worker.model_copy(update={"id_file": id_file, "card": self._state / "card"})
-        return _Child(name=f"replica {index}", task=task, environment=environment, id_file=id_file, log=self._log)
+        return self._make_child(name=f"replica {index}", task=task, environment=environment, id_file=id_file)
 
     def _gateway(self) -> _Child:
         service = self._service
         url = f"http://{LOOPBACK}:{self._frontend_port}"
         task = GatewaySettings(host=service.host, port=service.port, frontend_url=url)
-        return _Child(name="gateway", task=task, environment=local_environment(self._state), log=self._log)
+        return self._make_child(name="gateway", task=task, environment=local_environment(self._state))
 
     def _frontend(self) -> _Child:
         worker = self._service.worker
@@ -261,7 +270,7 @@ class Supervisor:
         # Dynamo keeps a cache of model cards in the home directory.
         environment = local_environment(self._state) | {"HOME": str(self._state / "home")}
         task = (*arguments, *self._service.frontend_arguments)
-        return _Child(name="front end", task=task, environment=environment, log=self._log)
+        return self._make_child(name="front end", task=task, environment=environment)
 
     def _stop(self) -> None:
         for child in self._children:

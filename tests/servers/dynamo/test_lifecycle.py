@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ipaddress
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.servers.dynamo.supervisor import _Child
 from dflash_trt.serving.llm import LLM
 from tests.servers.dynamo.serving import Server, listening, serving
 
@@ -138,3 +140,13 @@ def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(demo: Path,
     ):
         raise RuntimeError("it started")
     assert time.monotonic() - started < 60
+
+
+def test_a_process_writes_to_the_log_file_of_its_service(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Here the traceback of one that cannot read its task."""
+    child = _Child(name="broken", task=None, environment=dict(os.environ), log_file=tmp_path / "log")
+    child.start()
+    assert child.process is not None and child.process.wait(timeout=120) != 0
+    child.wait(time.monotonic())
+    assert "Traceback" in (tmp_path / "log").read_text()
+    assert capfd.readouterr().err == ""
