@@ -209,7 +209,8 @@ class Supervisor:
             forget_worker(self._state, instance_id)
         how = f"{child.name} ended " + (f"by signal {-code}" if code < 0 else f"with exit code {code}")
         if not self._is_up:
-            raise ServiceError(f"{how} before the service was up; its messages stand above")
+            place = "above" if child.log_file is None else f"in {child.log_file}"
+            raise ServiceError(f"{how} before the service was up; its messages stand {place}")
         child.num_failures = 0 if child.has_served else child.num_failures + 1
         if child.num_failures == _MAX_FAILED_STARTS:
             raise ServiceError(f"{how}, the {child.num_failures}th time in a row without serving")
