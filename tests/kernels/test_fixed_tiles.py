@@ -27,6 +27,7 @@ from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
 from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_tensors
+from tests.kernels.drawn_drafts import with_drawn_drafts
 from tests.kernels.test_device_experts import MOE, make_experts
 from tests.kernels.test_sampling_kernels import VOCAB_SIZE, make_inputs, make_logits, run_kernels
 from tests.network.test_fixed_shapes import random
@@ -179,8 +180,10 @@ def _found(result: Tensor, codes: RowCodes | None) -> Tensor:
 def test_the_sampler_depends_on_no_other_request() -> None:
     settings = [(0.0, 0, 1.0, 0.0, 1), (0.8, 0, 1.0, 0.0, 2), (1.0, 40, 0.9, 0.0, 3), (0.7, 0, 0.8, 0.05, 4)]
     logits, width = make_logits(3 * len(settings)), 3
-    together = run_kernels(logits, make_inputs(settings, width=width))
-    whole = make_inputs(settings, width=width)
+    whole = with_drawn_drafts(
+        make_inputs(settings, width=width), logits, num_choices=8, draft_stream=torch.tensor([0, 0, 1, 1]).int()
+    )
+    together = run_kernels(logits, whole)
     for r in range(len(settings)):
         rows = slice(r * width, (r + 1) * width)
         mine = {item.name: getattr(whole, item.name)[r : r + 1] for item in fields(whole)}
@@ -193,6 +196,7 @@ def test_the_sampler_depends_on_no_other_request() -> None:
         assert torch.equal(alone.emitted_tokens[0], together.emitted_tokens[r])
         assert torch.equal(alone.emitted_logprobs[0], together.emitted_logprobs[r])
     assert int(together.emitted_tokens.max()) < VOCAB_SIZE
+    assert together.num_accepted[2:].any()
 
 
 STEPS = {

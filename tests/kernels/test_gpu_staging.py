@@ -22,13 +22,16 @@ from dflash_trt.backends.padding import (
 from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
+from dflash_trt.core.step_spec import DRAFT_INPUTS
 from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from tests.reference_inputs import reference_inputs
 
 CPU = torch.device("cpu")
-LIMITS = ExecutorLimits(max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96)
+LIMITS = ExecutorLimits(
+    max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96, num_choices=5
+)
 
 
 def request(num_tokens, *, context_len=0, num_candidates=0, first_page=0, sampling=None):
@@ -247,6 +250,8 @@ def assert_holds(inputs, batch):
                 assert tuple(found[row, : len(pages)].tolist()) == pages
         elif item.name in ("token_ids", "positions"):
             assert torch.equal(found[:num_tokens], want)
+        elif item.name in DRAFT_INPUTS:  # the host's drafts were not drawn
+            assert found.shape[1] == batch.num_draft_tokens * LIMITS.num_choices and not found.any()
         else:
             assert torch.equal(found[: len(want)], want), item.name
     assert (inputs.token_offsets[num_requests:] == num_tokens).all()
