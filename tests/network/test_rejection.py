@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs
-from dflash_trt.backends.torch import rejection
-from dflash_trt.backends.torch.philox import DRAFTS, TOKENS, acceptance_numbers, gumbel_noise_of
+from dflash_trt.backends.torch import rejection, sampling
+from dflash_trt.backends.torch.philox import DRAFTS, TOKENS, gumbel_noise, gumbel_noise_of, noise_and_numbers
 from dflash_trt.backends.torch.sampling import draft_tokens, filtered_weights, sample_and_accept
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -149,7 +149,9 @@ def test_a_changed_part_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) 
     if fault == "the tests' numbers":  # those of the draft that most likely was drawn
         likely = DRAFTER[0].argmax()
         monkeypatch.setattr(
-            rejection, "acceptance_numbers", lambda seed, position: drafts_number(seed, position, likely)
+            sampling,
+            "noise_and_numbers",
+            lambda seed, position, size: (gumbel_noise(seed, position, size), drafts_number(seed, position, likely)),
         )
     elif fault == "the drafts' noise":
         monkeypatch.setattr(rejection, "gumbel_noise_of", lambda *given: gumbel_noise_of(*given[:3], TOKENS))
@@ -250,8 +252,9 @@ def test_streams_are_apart() -> None:
     seeds, position = torch.arange(4000), torch.full((4000,), 7)
     tokens = torch.zeros(4000, 1)
     noise = [gumbel_noise_of(seeds, position, tokens, stream)[:, 0] for stream in (TOKENS, DRAFTS)]
-    numbers = [*(1 - (-(-x).exp()).exp() for x in noise), acceptance_numbers(seeds, position)]
+    numbers = [*(1 - (-(-x).exp()).exp() for x in noise), noise_and_numbers(seeds, position, 4)[1]]
     correlations = torch.corrcoef(torch.stack(numbers)) - torch.eye(3)
     assert correlations.abs().max() < 0.06  # 4 deviations of independent ones
+    assert torch.equal(noise_and_numbers(seeds, position, 6)[0], gumbel_noise(seeds, position, 6))
     histogram = torch.histc(numbers[2], bins=20, min=0, max=1)
     assert ((histogram - 200) ** 2 / 200).sum() < 43.8  # 19 degrees of freedom, p = 0.001

@@ -64,23 +64,31 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise_of(seed: Tensor, position: Tensor, token_ids: Tensor, stream: Tensor | int = TOKENS) -> Tensor:
-    """The columns `token_ids` [N, M] of `gumbel_noise`, row by row; `stream` may be int64 [N]."""
+    """The columns `token_ids` [N, M] of `gumbel_noise`, row by row; `stream` may be integers [N]."""
     token_ids = token_ids.long()
-    words = _words(seed, position, token_ids // 4, stream)
+    words = _words(seed, position, token_ids // 4, stream if isinstance(stream, int) else stream.long()[:, None])
     return _gumbel(words.gather(2, token_ids[:, :, None] % 4)[:, :, 0])
 
 
-def acceptance_numbers(seed: Tensor, position: Tensor) -> Tensor:
-    """v of the stream TESTS at token 0, float32 [N]."""
-    return _uniform(_words(seed, position, torch.zeros_like(position)[:, None], TESTS)[:, 0, 0])
+def noise_and_numbers(seed: Tensor, position: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """`gumbel_noise`, and v of the stream TESTS at token 0, float32 [N]: in the time of the first."""
+    num_quads = -(-vocab_size // 4)
+    counters = torch.arange(num_quads + 1, device=seed.device)
+    is_test = counters == num_quads
+    words = _words(seed, position, torch.where(is_test, 0, counters)[None], TESTS * is_test.long()[None])
+    return _gumbel(words[:, :num_quads].flatten(1)[:, :vocab_size]), _uniform(words[:, num_quads, 0])
 
 
-def _words(seed: Tensor, position: Tensor, quads: Tensor, stream: Tensor | int) -> Tensor:  # quads int64 [1 or N, Q]
+def _words(
+    seed: Tensor,  # int64 [N]
+    position: Tensor,  # int64 [N]
+    quads: Tensor,  # int64 [1 or N, Q]
+    stream: Tensor | int,  # int64 [1 or N, 1 or Q]
+) -> Tensor:
     """int64 [N, Q, 4]."""
     seed, position = seed[:, None], position[:, None]
     zero = torch.zeros_like(position)
-    streams = stream.long()[:, None] if isinstance(stream, Tensor) else zero + stream
-    return torch.stack(philox((seed & WORD, seed >> 32), (position, quads, streams, zero)), dim=2)
+    return torch.stack(philox((seed & WORD, seed >> 32), (position, quads, zero + stream, zero)), dim=2)
 
 
 def _uniform(words: Tensor) -> Tensor:

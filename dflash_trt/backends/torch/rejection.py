@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.dflash2 import chances_of, most_likely
-from dflash_trt.backends.torch.philox import DRAFTS, acceptance_numbers, gumbel_noise_of
+from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise_of
 from dflash_trt.network.ops import StepInputs
 
 LOWEST: Final = torch.finfo(torch.float32).min  # of a token that only rounding leaves a chance
@@ -37,7 +37,6 @@ class DrawnTests:
     drafts: Tensor  # int64 [M]
     choices: Tensor  # int64 [M, C]
     chances: Tensor  # float32 [M, C]
-    numbers: Tensor  # float32 [M], v
 
     @classmethod
     def of(cls, inputs: StepInputs[Tensor], rows: Tensor) -> Self | None:  # int64 [N], among all R*(K+1)
@@ -59,7 +58,6 @@ class DrawnTests:
             drafts=inputs.token_ids[token_rows + 1].long(),
             choices=inputs.choices[requests[:, None], columns].long(),
             chances=inputs.chances[requests[:, None], columns],
-            numbers=acceptance_numbers(inputs.seed[requests], inputs.positions[token_rows].long() + 1),
         )
 
     def decide(
@@ -67,6 +65,7 @@ class DrawnTests:
         scores: Tensor,  # float32 [N, V], at most 0; those of rejected drafts become scores of the residual
         is_kept: Tensor,  # bool [N, V]
         temperature: Tensor,  # float32 [N]
+        numbers: Tensor,  # float32 [N], v
     ) -> Tensor:
         """bool [M]: the drafts that are their row's token."""
         degree = temperature[self.rows, None]
@@ -74,7 +73,7 @@ class DrawnTests:
         total = masses.sum(dim=1, keepdim=True)
         chance = (self.chances * (self.choices == self.drafts[:, None])).sum(dim=1)
         chance = torch.where(chance > 0, chance, 1.0)
-        is_accepted = self.numbers * chance * total[:, 0] < masses.gather(1, self.drafts[:, None])[:, 0]
+        is_accepted = numbers[self.rows] * chance * total[:, 0] < masses.gather(1, self.drafts[:, None])[:, 0]
         residual = masses.gather(1, self.choices) - self.chances * total  # [M, C]
         left = torch.where(residual > 0, degree * residual.log(), LOWEST)
         changed = scores[self.rows].scatter(1, self.choices, left).scatter(1, self.drafts[:, None], LOWEST)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.logit_rules import AdjustScores
-from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise
+from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise, noise_and_numbers
 from dflash_trt.backends.torch.rejection import DrawnTests, draw_apart
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -94,12 +94,14 @@ def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
         min_p=per_row(inputs.min_p),
     )
     position = inputs.positions[inputs.logit_rows.flatten().long()][rows].long() + 1
-    noise = gumbel_noise(per_row(inputs.seed), position, scores.shape[1])
+    is_kept, place = weights > 0, (per_row(inputs.seed), position, scores.shape[1])
     tests = DrawnTests.of(inputs, rows)
-    is_accepted = None if tests is None else tests.decide(chosen, weights > 0, temperature)
-    tokens = draw(chosen, weights > 0, temperature, noise)
-    if tests is not None and is_accepted is not None:
-        tokens[tests.rows] = torch.where(is_accepted, tests.drafts, tokens[tests.rows])
+    if tests is None:
+        return greedy.index_copy(0, rows, draw(chosen, is_kept, temperature, gumbel_noise(*place)))
+    noise, numbers = noise_and_numbers(*place)
+    is_accepted = tests.decide(chosen, is_kept, temperature, numbers)
+    tokens = draw(chosen, is_kept, temperature, noise)
+    tokens[tests.rows] = torch.where(is_accepted, tests.drafts, tokens[tests.rows])
     return greedy.index_copy(0, rows, tokens)
 
 
