@@ -1,4 +1,4 @@
-"""Philox4x32-10 in integer tensor arithmetic, and the Gumbel noise that is made of it: no state to keep.
+"""Philox4x32-10, and the Gumbel noise that is made of it: no state to keep.
 
 The definition of the noise for every backend: token x at position p of a request has
 
@@ -21,31 +21,42 @@ communication and drafter-invariant speculative decoding" (2024).
 
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-WORD = 0xFFFFFFFF
 LARGEST = 1 - 2**-24  # of v: what follows in float32 is 1
 TOKENS: Final = 0  # streams; the first two are values of the step input `draft_stream`
 DRAFTS: Final = 1
 TESTS: Final = 2
 
+Words = NDArray[np.uint64]  # each below 2^32
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds. Every word is an int64 tensor holding a 32-bit value; shapes broadcast. Returns four words.
+_MULTIPLIERS: Final = tuple(map(np.uint64, MULTIPLIERS))
+_WEYL: Final = tuple(map(np.uint64, WEYL))
+_WORD: Final = np.uint64(0xFFFFFFFF)
+_HALF: Final = np.uint64(32)
 
-    The upper half of a product may be taken for a sign: its bits are right, and those that the shift adds are masked.
-    """
+
+def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words]) -> Words:
+    """Ten rounds of 32-bit words. Those of the counter broadcast to [...], the key's to them; returns [4, ...]."""
+    words = np.stack(np.broadcast_arrays(*counter))
+    c0, c1, c2, c3 = words
+    products = np.empty((2, *c0.shape), np.uint64)
     key0, key1 = key
-    c0, c1, c2, c3 = counter
     for _ in range(10):
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = ((product1 >> 32) ^ c1 ^ key0) & WORD, product1 & WORD
-        c2, c3 = ((product0 >> 32) ^ c3 ^ key1) & WORD, product0 & WORD
-        key0, key1 = (key0 + WEYL[0]) & WORD, (key1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
+        np.multiply(c0, _MULTIPLIERS[0], out=products[0])
+        np.multiply(c2, _MULTIPLIERS[1], out=products[1])
+        for c, other, product, word in ((c0, c1, products[1], key0), (c2, c3, products[0], key1)):
+            np.right_shift(product, _HALF, out=c)
+            c ^= other
+            c ^= word
+            np.bitwise_and(product, _WORD, out=other)
+        key0, key1 = (key0 + _WEYL[0]) & _WORD, (key1 + _WEYL[1]) & _WORD
+    return words
 
 
 def token_words(
@@ -86,9 +97,14 @@ def _words(
     stream: Tensor | int,  # int64 [1 or N, 1 or Q]
 ) -> Tensor:
     """int64 [N, Q, 4]."""
-    seed, position = seed[:, None], position[:, None]
-    zero = torch.zeros_like(position)
-    return torch.stack(philox((seed & WORD, seed >> 32), (position, quads, zero + stream, zero)), dim=2)
+    keys, places, counters = (_uint64(x) for x in (seed[:, None], position[:, None], quads))
+    streams = np.array([[stream]], np.uint64) if isinstance(stream, int) else _uint64(stream)
+    words = philox((keys & _WORD, keys >> _HALF), (places, counters, streams, np.zeros_like(places)))
+    return torch.from_numpy(words.view(np.int64)).permute(1, 2, 0).contiguous().to(seed.device)
+
+
+def _uint64(values: Tensor) -> Words:  # int64, non-negative
+    return values.numpy(force=True).view(np.uint64)
 
 
 def _uniform(words: Tensor) -> Tensor:
