@@ -169,7 +169,8 @@ def test_a_dead_model_process_is_found_by_a_request_or_a_read_timeout_and_leaves
         with sse(server, read_timeout_s=2, text_input="x", max_tokens=2000, stream=True, end_id=-1) as responses:
             next(responses)
             os.kill(stub, signal.SIGKILL)
-            with pytest.raises(httpx.ReadTimeout):  # otherwise Triton ends such streams: change docs/deployment.md
+            # Nearly always it stays open; seldom Triton breaks it off. It never ends as if it were whole.
+            with pytest.raises((httpx.ReadTimeout, httpx.RemoteProtocolError)):
                 list(responses)
         until(lambda: generate(server, text_input="x", max_tokens=1)["status"] >= 400, "a request says so")
         assert server.is_ready(), "if this fails, Triton has learned to notice: say so in docs/deployment.md"
