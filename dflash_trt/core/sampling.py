@@ -290,10 +290,6 @@ class SamplingParams:
         raise_all(RequestError, "sampling parameters", list(sampling_problems(self)))
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
     def grammar_field(self) -> str | None:
         """The name of the field that says what the text must be."""
         return next(iter(given_grammars(self)), None)

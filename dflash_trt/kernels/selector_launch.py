@@ -12,13 +12,12 @@ from dflash_trt.kernels.tensor_checks import check, check_tensor
 TILE: Final = 4096  # logits per program
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 MAX_KEYS: Final = 4096  # numbers of a codebook that the walk reads at once
-SELECTOR_GRIDS: Final = {
+SELECTOR_GRIDS: Final = {  # by name without "_kernel", in the order of the launches
     "tile_candidates": ("num_rows", "num_tiles", "1"),
     "merge_candidates": ("num_rows", "1", "1"),
     "walk": ("num_requests", "1", "1"),
 }
 REQUEST_COLUMNS: Final = ("bonus_tokens", "temperature", "seed", "draft_stream", "next_context_lens")
-SELECTOR_KERNELS: Final = tuple(SELECTOR_GRIDS)  # without "_kernel", in the order of their launches
 SELECTOR_WARPS: Final = {"tile_candidates": 8, "merge_candidates": 4, "walk": 4}
 
 

@@ -53,11 +53,6 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
     return out / MANIFEST
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(path.read_text())
-    return manifest
-
-
 def _image(kernels: Sequence[CompiledKernel]) -> tuple[bytes, dict[str, int]]:
     """All cubins, each once and aligned, and where each begins, by sha256."""
     image = bytearray()

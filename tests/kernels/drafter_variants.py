@@ -49,7 +49,7 @@ def selector_variants(dtype: torch.dtype, *, vocab_size: int, top_k: int, rank: 
             grid=selector_launch.SELECTOR_GRIDS[name],
             num_warps=selector_launch.SELECTOR_WARPS[name],
         )
-        for name in selector_launch.SELECTOR_KERNELS
+        for name in selector_launch.SELECTOR_GRIDS
     ]
 
 

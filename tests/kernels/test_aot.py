@@ -17,7 +17,7 @@ from plugins.aot import compile as aot_compile
 from plugins.aot.compile import DEFAULT_ARCHITECTURES, SHARED_BYTES, CompiledKernel
 from plugins.aot.embed import CUBIN_ALIGNMENT, table_source
 from plugins.aot.library import compile_library
-from plugins.aot.manifest import read_manifest, write_kernels
+from plugins.aot.manifest import write_kernels
 from plugins.aot.variants import FLOAT_TYPES, HEAD_DIMS, LibrarySpec, library_variants
 from tests.plugins.building import compile_kernels
 
@@ -50,7 +50,7 @@ def kernels_by_architecture(manifest: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(compiled: Path) -> None:
-    manifest = read_manifest(compiled / "manifest.json")
+    manifest = json.loads((compiled / "manifest.json").read_text())
     sizes: dict[str, Any] = {"head_dims": (64,), "max_requests": (256,), "tiles": (16,), "vocab_tiles": (64,)}
     spec = LibrarySpec(dtypes=("bfloat16",), widths=(16,), **sizes)
     names = [variant.name for variant in library_variants(spec)]
@@ -62,7 +62,7 @@ def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(comp
 
 def check_registers(directory: Path, *, num_kinds: int) -> None:
     """Of kinds of layers: block or not, pages."""
-    kernels = read_manifest(directory / "manifest.json")["kernels"]
+    kernels = json.loads((directory / "manifest.json").read_text())["kernels"]
     attention = [kernel for kernel in kernels if kernel["kernel"] == "attention_kernel"]
     assert len(attention) == num_kinds * len(DEFAULT_ARCHITECTURES)
     for kernel in attention:
@@ -96,7 +96,7 @@ def test_blocks_of_a_multiprocessor_share_registers_threads_and_memory(changes: 
 
 
 def test_the_manifest_describes_the_cubins(compiled: Path) -> None:
-    manifest = read_manifest(compiled / "manifest.json")
+    manifest = json.loads((compiled / "manifest.json").read_text())
     image = (compiled / manifest["image"]["file"]).read_bytes()
     assert hashlib.sha256(image).hexdigest() == manifest["image"]["sha256"]
     for kernel in manifest["kernels"]:
@@ -110,7 +110,7 @@ def test_the_manifest_describes_the_cubins(compiled: Path) -> None:
 
 
 def test_the_table_has_a_row_for_each_kernel_and_names_its_manifest(compiled: Path) -> None:
-    manifest = read_manifest(compiled / "manifest.json")
+    manifest = json.loads((compiled / "manifest.json").read_text())
     table = (compiled / "embedded_kernels.cpp").read_text()
     assert hashlib.sha256((compiled / "manifest.json").read_bytes()).hexdigest() in table
     for kernel in manifest["kernels"]:

@@ -42,7 +42,7 @@ def run(logits: torch.Tensor, samplings: list[StepSampling], *, num_candidates: 
 
 def likely(logits: torch.Tensor, params: SamplingParams, margin: float) -> set[int]:
     """The definition in float64 numbers of Python; a positive margin takes what float32 may keep, a negative drops."""
-    if params.is_greedy:
+    if params.temperature == 0.0:
         return {int(logits.argmax())}
     values = [float(x) for x in logits]
     ordered = sorted(range(len(values)), key=lambda token: -values[token])
@@ -78,7 +78,7 @@ def test_every_number_gives_a_token_that_means_what_was_asked(params: SamplingPa
     assert result.non_finite_position is None
     most = likely(logits, params, 1e-3)
     assert result.emitted_tokens[0] in most
-    if not params.is_greedy:
+    if params.temperature > 0.0:
         filters = {name: torch.tensor([getattr(params, name)]) for name in ("top_k", "top_p", "min_p")}
         kept = (
             filtered_weights((logits[None] - logits.max()) / params.temperature, **filters)[0].nonzero()[:, 0].tolist()

@@ -35,7 +35,7 @@ def test_what_is_not_said_is_the_default() -> None:
     order = read(text_input="Hi")
     assert order.prompt == {"prompt": "Hi"}
     assert order.sampling.max_new_tokens == 17
-    assert order.sampling.is_greedy
+    assert order.sampling.temperature == 0.0
     assert not order.streams
     assert not order.echoes_prompt
 

@@ -19,10 +19,6 @@ from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME, TEMPLATE_NAME, Sto
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
-DISCOVERY_BACKENDS = ("file", "etcd", "kubernetes")
-REQUEST_PLANES = ("tcp", "nats")
-EVENT_PLANES = ("zmq", "nats")
-
 
 class WorkerSettings(Frozen):
     """One engine behind a front end, with the front end's planes and discovery backend.
