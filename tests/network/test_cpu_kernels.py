@@ -303,7 +303,7 @@ def test_the_reason_is_logged_once(monkeypatch, caplog) -> None:
     monkeypatch.setattr(library, "library_path", fail)
     assert [cpu_kernels(), cpu_kernels()] == [NoKernels("there is no C++ compiler")] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "CPU kernels are not used, PyTorch computes instead: there is no C++ compiler."
+        "the CPU kernels are not used, and PyTorch takes up to twice as long: there is no C++ compiler"
     ]
     assert caplog.records[0].levelname == "WARNING"
 

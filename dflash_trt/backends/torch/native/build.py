@@ -1,14 +1,17 @@
 """The library of CPU kernels, compiled once per machine into the user's cache directory.
 
 Its name is a hash of the sources and of the flags. The compiler is no part of it, so that a cache filled where there is
-a compiler serves where there is none.
+a compiler serves where there is none. The file ends with a hash of what stands before, which the loader of the system
+does not read: it would run a file that was cut short, or end the process by SIGBUS.
 """
 
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +31,7 @@ _INSTRUCTION_SETS: Final = {
 _COMPILE: Final = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
 _LINK: Final = ("-shared", "-Wl,-z,now", "-Wl,-Bsymbolic")  # what is missing fails at load, not in a call
 _TIME_LIMIT_S: Final = 300
+_HASH_BYTES: Final = hashlib.sha256().digest_size
 
 
 class UnavailableError(Exception):
@@ -42,13 +46,19 @@ def library_path(instruction_set: str | None = None) -> Path:
     """The library for this CPU (default: its best instruction set), compiled now where the cache has none.
 
     Raises:
-        UnavailableError: this CPU, a missing compiler, a directory that cannot be written.
+        UnavailableError: this CPU, a missing compiler, a directory that cannot be written, or that others can write.
     """
     instruction_set = instruction_set or instruction_sets()[0]
     flags = [f"-m{name}" for name in _INSTRUCTION_SETS[instruction_set]]
     path = _cache_dir() / f"cpu-kernels-{instruction_set}-{_key(flags)}.so"
-    if not path.exists():
-        _compile(path, flags)
+    try:
+        if path.parent.exists():
+            _check_owner(path.parent)
+        if not path.exists() or not _is_whole(path):
+            _compile(path, flags)
+        _check_owner(path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be read ({error.strerror}); delete it to have it made again") from error
     return path
 
 
@@ -87,21 +97,55 @@ def _key(flags: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _is_whole(path: Path) -> bool:
+    content = path.read_bytes()
+    return content[-_HASH_BYTES:] == hashlib.sha256(content[:-_HASH_BYTES]).digest()
+
+
+def _check_owner(path: Path) -> None:
+    """Raises UnavailableError where another user could have put something else: its code would run in this process."""
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        reason, hint = f"belongs to user {found.st_uid}", "set XDG_CACHE_HOME to a directory of your own"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason, hint = "can be written by other users", f"run chmod go-w {shlex.quote(str(path))}"
+    else:
+        return
+    raise UnavailableError(f"{path} {reason}; {hint}")
+
+
 def _compile(path: Path, flags: list[str]) -> None:
-    """Write the library, whole or not at all."""
+    """Write the library, whole or not at all, also when the machine stops."""
     compiler = _compiler()
-    _LOG.info("compiling the CPU kernels into %s, once", path.parent)
+    _LOG.info("compiling the CPU kernels into %s, once; this takes some seconds", path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory, ThreadPoolExecutor() as pool:
             objects = [Path(directory) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))]
             compile_one = partial(_compile_one, compiler, flags)
             list(pool.map(compile_one, objects))
             library = Path(directory) / path.name
             _run([compiler, *_LINK, *map(str, objects), "-o", str(library)])
+            _add_hash(library)
             library.replace(path)
+        _flush(path.parent)
     except OSError as error:
         raise UnavailableError(f"they cannot be compiled into {path.parent} ({error})") from error
+
+
+def _add_hash(library: Path) -> None:
+    with library.open("r+b") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+    library.chmod(0o755)
+    _flush(library)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _compile_one(compiler: str, flags: list[str], to: Path) -> None:
@@ -122,4 +166,4 @@ def _run(command: list[str]) -> None:
         raise UnavailableError(f"{command[0]} took more than {_TIME_LIMIT_S} s") from error
     if done.returncode != 0:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise UnavailableError(f"{command[0]} failed: {first}")
+        raise UnavailableError(f"{command[0]} failed: {first or f'exit code {done.returncode}'}")

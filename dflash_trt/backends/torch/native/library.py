@@ -155,7 +155,7 @@ def cpu_kernels() -> CpuKernels | NoKernels:
         return load_kernels(library_path())
     except UnavailableError as error:
         level = logging.INFO if isinstance(error, UnsupportedCpuError) else logging.WARNING
-        _LOG.log(level, "CPU kernels are not used, PyTorch computes instead: %s.", error)
+        _LOG.log(level, "the CPU kernels are not used, and PyTorch takes up to twice as long: %s", error)
         return NoKernels(str(error))
 
 
