@@ -26,6 +26,7 @@ from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.cli.serve import serve, worker
+from dflash_trt.cli.status_line import notices_shown
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.omp_waiting import let_threads_sleep
@@ -39,7 +40,8 @@ class _Group(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         options |= {"standalone_mode": False, "obj": ["dflash-trt", *words]}
         try:
-            code = super().main(words, *other, **options)
+            with notices_shown():
+                code = super().main(words, *other, **options)
         except SettingError as error:
             code = _fail(error.message(flag_of(error.name)), error.exit_code)
         except DFlashError as error:

@@ -1,5 +1,9 @@
-"""A line on the terminal while a command waits, wiped afterwards. `rich` would make it wait for its own import."""
+"""A line on the terminal while a command waits, wiped afterwards. `rich` would make it wait for its own import.
 
+What the package logs meanwhile, such as the compilation of its CPU kernels, gets lines of its own.
+"""
+
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -50,3 +54,24 @@ def status_line(text: str) -> Iterator[StatusLine]:
         yield line
     finally:
         line.wipe()
+
+
+class _Notices(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr.isatty():  # a status line may stand there
+            click.echo(f"\r{' ' * (get_terminal_size().columns - 1)}\r", nl=False, err=True)
+        click.echo(self.format(record), err=True)
+
+
+@contextmanager
+def notices_shown() -> Iterator[None]:
+    """Show what the package logs, from INFO on, for the block."""
+    log, notices = logging.getLogger("dflash_trt"), _Notices(logging.INFO)
+    level = log.level
+    log.addHandler(notices)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(notices)
+        log.setLevel(level)

@@ -1,13 +1,16 @@
-"""A terminal says what it waits for, and forgets it; a file or a pipe never sees it."""
+"""A terminal says what it waits for, and forgets it; a file or a pipe never sees it. A log record has its own line."""
 
+import logging
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from dflash_trt.backends.torch.native import build, library
 from dflash_trt.cli.main import cli
-from dflash_trt.cli.status_line import status_line
+from dflash_trt.cli.status_line import notices_shown, status_line
 
 
 class Terminal(StringIO):
@@ -61,3 +64,38 @@ def test_a_line_longer_than_the_terminal_is_cut(monkeypatch: pytest.MonkeyPatch)
     with redirect_stderr(terminal), status_line("opening " + "x" * 50):
         assert terminal.getvalue() == "opening " + "x" * 11
     assert terminal.screen == [""]
+
+
+@pytest.fixture
+def _no_library_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache of CPU kernels, and a compiler that only fails."""
+    try:
+        build.instruction_sets()
+    except build.UnavailableError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    library.cpu_kernels.cache_clear()
+    yield
+    library.cpu_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_library_yet")
+@pytest.mark.parametrize("stderr", [StringIO(), Terminal()], ids=["a pipe", "a terminal"])
+def test_a_run_says_that_it_compiles_and_what_is_slow_without(engine_dir: Path, stderr: StringIO) -> None:
+    assert run(engine_dir, stderr) == 0
+    lines = stderr.screen if isinstance(stderr, Terminal) else stderr.getvalue().splitlines()
+    assert [line for line in lines if "CPU kernels" in line] == [
+        f"compiling the CPU kernels into {build._cache_dir()}, once; this takes some seconds",
+        "the CPU kernels are not used, and PyTorch takes up to twice as long: /bin/false failed: exit code 1",
+    ]
+
+
+def test_what_is_logged_is_shown_in_the_block_alone() -> None:
+    log, pipe = logging.getLogger("dflash_trt.anything"), StringIO()
+    with redirect_stderr(pipe):
+        with notices_shown():
+            log.info("now")
+            log.debug("never")
+        log.info("too late")
+    assert pipe.getvalue() == "now\n"
