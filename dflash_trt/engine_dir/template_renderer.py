@@ -1,31 +1,19 @@
-"""Chat templates rendered in processes of their own, because a template may loop for ever or eat all memory.
-
-A process starts with the first conversation and stays; one that broke a limit is replaced.
-"""
+"""Chat templates rendered in processes of their own, because a template may loop for ever or eat all memory."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
-from pathlib import Path
-from queue import Empty, LifoQueue
 from typing import Any
-from weakref import finalize
 
 from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.limited_process import LimitedProcesses, ProcessEndedError
+from dflash_trt.core.limited_worker import MAX_MEMORY_BYTES
 from dflash_trt.engine_dir import template_worker
-from dflash_trt.engine_dir.template_worker import MAX_MEMORY_BYTES, OUT_OF_MEMORY, TEXT, TOO_LONG
+from dflash_trt.engine_dir.template_worker import OUT_OF_MEMORY, TEXT, TOO_LONG
 
 TIME_LIMIT_S = 5.0
 
-_NUM_PROCESSES = 2  # at most: a conversation that runs into the limit does not stop the others
-_START_LIMIT_S = 60.0
-_GRACE_S = 2.0  # the process ends itself at its limit; should it be stopped, nobody waits for longer than this
 _MIB = 1024**2
 # A conversation may be longer than its text: JSON spells a character with up to 6 bytes per byte, and templates leave
 # out parts of old messages. One longer than this, and than 1 MiB, is refused unrendered.
@@ -45,14 +33,11 @@ class TemplateRenderer:
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
-        self._idle: LifoQueue[_Process | None] = LifoQueue()  # None: not started
-        for _ in range(_NUM_PROCESSES):
-            self._idle.put(None)
-        self._close = finalize(self, _end_all, self._idle)
+        self._processes = LimitedProcesses(template_worker.__file__, time_limit_s=time_limit_s)
 
     def start(self) -> None:
         """Have a process ready for the first conversation."""
-        self._idle.put(self._idle.get() or _Process(self._time_limit_s))
+        self._processes.start()
 
     def render(
         self, template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, max_bytes: int | None = None
@@ -64,79 +49,12 @@ class TemplateRenderer:
             RequestError: the conversation is no JSON, or too long.
         """
         request = _request(template, messages, variables, max_bytes)
-        process = self._idle.get()
         try:
-            process = process or _Process(self._time_limit_s)
-            answer = process.ask(request)
-        except BaseException:  # an interrupt, too: what the process says next would answer this request
-            if process is not None:
-                process.kill()
-                process = None
-            raise
-        finally:
-            self._idle.put(process)
+            answer = self._processes.ask(request)
+        except ProcessEndedError as error:
+            expected = f"the chat template's text within {self._time_limit_s:g} s"
+            raise TemplateError(expected, str(error), hint="Change the messages, or the template.") from error
         return _text(answer, max_bytes)
-
-
-class _Process:
-    def __init__(self, time_limit_s: float) -> None:
-        self._time_limit_s = time_limit_s
-        self._is_ready = False
-        self._pipe, theirs = Pipe()
-        # The current import path, which may differ from the one at the start.
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        words = ["-P", template_worker.__file__, str(theirs.fileno()), str(time_limit_s)]
-        self._process = subprocess.Popen(
-            [_interpreter(), *words],
-            pass_fds=(theirs.fileno(),),
-            env=os.environ | {"PYTHONPATH": search_path},
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print belongs to nobody's result
-            process_group=0,  # an interrupt of the terminal is for the program
-        )
-        theirs.close()
-
-    def ask(self, request: bytes) -> bytes:
-        """Raises RequestError; the process is of no use then."""
-        try:
-            if not self._is_ready:
-                self._take(_START_LIMIT_S)
-                self._is_ready = True
-            self._pipe.send_bytes(request)
-            return self._take(self._time_limit_s + _GRACE_S)
-        except (EOFError, OSError) as error:
-            raise self._refusal(self._ending()) from error
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
-
-    def _take(self, timeout_s: float) -> bytes:
-        if not self._pipe.poll(timeout_s):
-            raise self._refusal("nothing of it")
-        return self._pipe.recv_bytes()
-
-    def _ending(self) -> str:
-        """How the process ended; its end of the pipe is closed."""
-        try:
-            code = self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            return "a process that hung up"
-        if code == -signal.SIGALRM:
-            return "one that takes longer"
-        return f"a process ended by {signal.Signals(-code).name}" if code < 0 else f"a process that exited with {code}"
-
-    def _refusal(self, found: str) -> TemplateError:
-        expected = f"the chat template's text within {self._time_limit_s:g} s"
-        return TemplateError(expected, found, hint="Change the messages, or the template.")
-
-
-def _interpreter() -> str:
-    """Triton's Python backend embeds Python: `sys.executable` need not be one."""
-    if Path(sys.executable or "").name.startswith("python"):
-        return sys.executable
-    return str(Path(sys.prefix) / "bin" / "python3")
 
 
 def _request(template: str, messages: Sequence[Any], variables: Mapping[str, Any], max_bytes: int | None) -> bytes:
@@ -180,13 +98,3 @@ def _text(answer: bytes, max_bytes: int | None) -> str:
         expected = f"a chat template that needs at most {MAX_MEMORY_BYTES // _MIB} MiB"
         found = "one that needs more"
     raise TemplateError(expected, found, hint="Change the messages.")
-
-
-def _end_all(idle: LifoQueue[_Process | None]) -> None:
-    while True:
-        try:
-            process = idle.get_nowait()
-        except Empty:
-            return
-        if process is not None:
-            process.kill()

@@ -1,42 +1,24 @@
 """The main program of a process that renders chat templates: within its limits, or it ends.
 
-A template is a program that came with a checkpoint. It may loop for ever; a process can be stopped, a thread cannot.
-jinja2 renders it as transformers does. Arguments: the file descriptor of the pipe, and the seconds that a rendering may
-take. This file imports nothing of the package, so that a process is ready in a tenth of a second.
+A template is a program that came with a checkpoint, and may loop for ever. jinja2 renders it as transformers does.
 """
 
 import json
-import resource
-import signal
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-MAX_MEMORY_BYTES = 512 * 1024**2  # beyond what a process has when it is ready
+from dflash_trt.core.limited_worker import serve
+
 TEXT, TOO_LONG, ERROR, OUT_OF_MEMORY = b"T", b"L", b"E", b"M"  # how an answer begins
 
 _MAX_MESSAGE_LEN = 1000  # characters of an error
 
 
 def main() -> None:
-    pipe: Connection[bytes, bytes] = Connection(int(sys.argv[1]))
-    time_limit_s = float(sys.argv[2])
     compiled = _compiler()
-    _limit_memory()
-    pipe.send_bytes(b"")  # ready
-    while True:
-        try:
-            request = pipe.recv_bytes()
-        except (EOFError, OSError):
-            return  # nobody is left who asks
-        signal.setitimer(signal.ITIMER_REAL, time_limit_s)  # its signal ends the process, whatever it does
-        answer = _answer(request, compiled)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send_bytes(answer)
+    serve(lambda request: _answer(request, compiled))
 
 
 def _answer(request: bytes, compiled: Callable[[str], Any]) -> bytes:
@@ -103,13 +85,6 @@ def _compiler() -> Callable[[str], Any]:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return lru_cache(environment.from_string)
-
-
-def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # Linux; elsewhere this limit is not enforced
-        num_bytes = int(statm.read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 if __name__ == "__main__":

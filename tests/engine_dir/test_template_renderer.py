@@ -137,7 +137,7 @@ def test_what_is_no_json_is_refused(messages: Any, options: Any) -> None:
 def test_one_conversation_that_takes_long_does_not_hold_up_another() -> None:
     patient = TemplateRenderer(time_limit_s=60.0)
     patient.start()
-    busy = patient._idle.queue[-1]
+    busy = patient._processes._idle.queue[-1]
     refusals = []
 
     def render_for_ever() -> None:
@@ -147,7 +147,7 @@ def test_one_conversation_that_takes_long_does_not_hold_up_another() -> None:
 
     slow = threading.Thread(target=render_for_ever)
     slow.start()
-    until(lambda: patient._idle.qsize() == 1)
+    until(lambda: patient._processes._idle.qsize() == 1)
     assert patient.render("quick", HELLO, {}) == "quick"
     assert slow.is_alive()
     assert busy is not None
@@ -175,7 +175,7 @@ def test_processes_end_with_their_renderer_and_with_the_program() -> None:
     assert not _is_alive(child)
     program = (
         "from dflash_trt.engine_dir.template_renderer import TemplateRenderer as R; import os\n"
-        "r = R(); r.render('a', [], {}); print(r._idle.queue[-1]._process.pid, flush=True); os._exit(9)"
+        "r = R(); r.render('a', [], {}); print(r._processes._idle.queue[-1]._process.pid, flush=True); os._exit(9)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     until(lambda: not _is_alive(int(ran.stdout)))
@@ -193,7 +193,12 @@ PATIENT = TemplateRenderer(time_limit_s=30.0)
 
 
 def _children_of(*renderers: TemplateRenderer) -> set[int]:
-    return {process._process.pid for renderer in renderers for process in renderer._idle.queue if process is not None}
+    return {
+        process._process.pid
+        for renderer in renderers
+        for process in renderer._processes._idle.queue
+        if process is not None
+    }
 
 
 def _is_alive(process_id: int) -> bool:
