@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 from dflash_trt.backends.base import unsupported_formats
 from dflash_trt.core.errors import problem
+from dflash_trt.core.frozen import Frozen
+from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Dense
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.quantization import QuantizationSpec
 
 if TYPE_CHECKING:
@@ -21,12 +25,46 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("fp8", "fp8_block", "mxfp4", "nvfp4")  # of checkpoints
 OUR_FORMATS: Final = ("fp8", "nvfp4")  # that a build writes; the others are passed on as published
+_PARTS: Final = ("mixer", "feed_forward", "mask")
 _OTHER = "Use another drafter, or build with --backend torch or tensorrt."
 _RAW = ("draft.fc", "draft.kv", "draft.layers.*.q")  # TensorRT-LLM concatenates these weights as they are
+
+# Fields of a drafter that TensorRT-LLM reads from the exported checkpoint, or that have a rule below. It ignores every
+# other field, which must therefore have its default.
+EXPORTED: Final[dict[type[Frozen], frozenset[str]]] = {
+    DraftSpec: frozenset(
+        {
+            "hidden_size",
+            "rms_norm_eps",
+            "layers",
+            "max_position_embeddings",
+            "source_format",
+            "target_layer_ids",
+            "target_hidden_size",
+            "target_vocab_size",
+            "num_target_layers",
+            "draft_block_size",
+            "mask_token_id",
+            "draft_vocab_size",
+            "has_own_embedding",
+            "input_embedding_scale",
+            "logit_softcap",  # monotonic, and drafts are the most likely tokens
+        }
+    ),
+    LayerSpec: frozenset({"mixer", "feed_forward"}),
+    Gqa: frozenset(
+        {"kind", "num_heads", "num_kv_heads", "head_dim", "rope", "mask", "has_qk_norm", "has_qkv_bias", "has_o_bias"}
+    ),
+    AttentionMask: frozenset({"window", "is_causal", "is_window_anchored"}),
+    Dense: frozenset({"kind", "intermediate_size"}),
+}
 
 
 def drafter_problems(draft: DraftSpec) -> Iterator[str]:
     """Problems of a drafter that TensorRT-LLM would load, and draft badly with."""
+    yield from _ignored(draft, "drafter")
+    for i, layer in enumerate(draft.layers):
+        yield from _ignored(layer, f"drafter layer {i}")
     if draft.source_format != "z-lab":
         yield problem("drafter format", expected="z-lab's", found=draft.source_format, hint=_OTHER)
     if draft.has_own_embedding or draft.draft_vocab_size is not None:
@@ -52,6 +90,22 @@ def drafter_problems(draft: DraftSpec) -> Iterator[str]:
             found = f"{kind} one with {window}{' before the anchor' if mask.is_window_anchored else ''}"
             expected = "a non-causal mask without a window, or a causal one with a window"
             yield problem(f"drafter layer {i} mask", expected=expected, found=found, hint=_OTHER)
+
+
+def _ignored(spec: Frozen, subject: str) -> Iterator[str]:
+    """Fields that TensorRT-LLM would ignore, of `spec` and of the exported specs in it."""
+    exported = EXPORTED.get(type(spec))
+    if exported is None:
+        kinds = ", ".join(sorted(kind.__name__ for kind in EXPORTED))
+        yield problem(subject, expected=f"one of {kinds}", found=type(spec).__name__, hint=_OTHER)
+        return
+    for name, field in type(spec).model_fields.items():
+        value = getattr(spec, name)
+        if name not in exported and value != field.default:
+            expected = f"{field.default}, for TensorRT-LLM would ignore it"
+            yield problem(f"{subject} {name}", expected=expected, found=f"{value!s:.80}", hint=_OTHER)
+        elif name in _PARTS and isinstance(value, Frozen):
+            yield from _ignored(value, f"{subject} {name}")
 
 
 def quantization_problems(quantization: QuantizationSpec) -> Iterator[str]:
