@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from dflash_trt.checkpoint.missing_families import missing_feature
+from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.known_pairs import known_pairs
 from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
 from dflash_trt.plan.gpus import Gpu
@@ -26,6 +28,7 @@ from scripts.pair_support import (
     proofs,
     smallest_plan,
 )
+from scripts.published_configs import PACKAGE, read_config, repositories, write_checkpoint
 from scripts.published_shapes import ASSUMED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +71,11 @@ Weights of target and drafter on one rank, K/V of a token in bfloat16, and what 
 or 8, that hold an engine of backend `torch`: the tokens whose K/V fit beside it, and no more than {MAX_BATCH_SIZE}
 requests of {MAX_SEQ_LEN:,} tokens need. A format that the GPU does not compute in has none.
 """
+_FILES = f"""## Published files
+
+Every config.json in the wheel of [{PACKAGE}](https://pypi.org/project/{PACKAGE}), and the description of its format
+where there is one: read, with the family and the formats that it says, or refused for what its model needs.
+"""
 _PROOFS = """## Proofs
 
 Files of `tests/` whose whole steps have a target of that kind: against transformers and PyPI dflash on the CPU, against
@@ -93,6 +101,8 @@ def page() -> str:
         "\n".join(f"- **{letter}** {text}" for text, letter in reasons.items()) + "\n",
         _SIZES,
         _table(("target", "format", "weights", "K/V of a token", *(gpu.name.upper() for gpu in GPUS)), sizes),
+        _FILES,
+        _file_table(),
         _PROOFS,
         _proof_table(),
     )
@@ -180,6 +190,24 @@ def _proof_table() -> str:
     places = tuple(next(iter(found.values())))
     rows = [(kind, *(_files(of_kind[place]) for place in places)) for kind, of_kind in found.items()]
     return _table(("kind", *places), rows)
+
+
+def _file_table() -> str:
+    """A row for each file, and a sentence for each model that is not implemented."""
+    rows, refused = [], dict[str, list[str]]()
+    with tempfile.TemporaryDirectory() as directory:
+        for repository in repositories():
+            checkpoint = write_checkpoint(Path(directory), repository)
+            reason = missing_feature(read_config(repository))
+            if reason is None:
+                specs = read_specs(checkpoint, None)
+                kept = ["fp8 K/V"] * (specs.quantization.target_kv is not None)
+                formats = ", ".join([*sorted(set(specs.quantization.linears.values())), *kept])
+                rows.append((f"`{repository}`", specs.target.family, formats or "unquantized"))
+            else:
+                refused.setdefault(reason, []).append(f"`{repository}`")
+    lines = [f"- {reason}. Refused: {', '.join(names)}." for reason, names in refused.items()]
+    return _table(("file", "family", "formats"), rows) + "\n" + "\n".join(lines) + "\n"
 
 
 def _files(paths: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dflash_trt.checkpoint.foreign_keys import ON_BY_DEFAULT
 from dflash_trt.core import json_object
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import nearest_name
@@ -168,8 +169,8 @@ class ConfigReader:
         self._known.update(names)
 
     def finish(self) -> None:
-        """Refuse every key that was neither read nor ignored."""
-        unknown = sorted(set(self._fields) - self._known)
+        """Refuse every key that was neither read nor ignored, unless its value asks for nothing."""
+        unknown = sorted(name for name in set(self._fields) - self._known if not _is_neutral(name, self._fields[name]))
         for name in unknown[:_MAX_UNKNOWN_KEYS]:
             nearest = nearest_name(name, self._known)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
@@ -190,6 +191,11 @@ def shown(value: Any) -> str:
     """A JSON value as in the file, shortened for an error message."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """True if an unknown key with this value adds nothing to the model."""
+    return value in (None, [], {}) or (value is False and name not in ON_BY_DEFAULT)
 
 
 def _is_integer(value: Any) -> bool:

@@ -113,4 +113,30 @@ VISION_KEYS = (
     "vision_start_token_id",
 )
 
-HARMLESS_KEYS = (*PROVENANCE_KEYS, *RUNTIME_KEYS, *GENERATION_KEYS)
+# Of the module that drafts tokens with the target's own layers (MTP), which an engine leaves out.
+MTP_KEYS = (
+    "index_share_for_mtp_iteration",
+    "mtp_layers_block_type",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "mtp_transformer_layers",
+    "mtp_use_dedicated_embeddings",
+    "num_mtp_layers",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+    "use_mtp",
+)
+
+# Parts that some family has unless its file says false: no neutral value where nothing reads the key.
+ON_BY_DEFAULT = (
+    "attn_output_gate",
+    "attn_temperature_tuning",
+    "is_causal",
+    "norm_topk_prob",
+    "rope_interleave",
+    "use_qk_norm",
+    "use_rope",
+    "use_routing_bias",
+)
+
+HARMLESS_KEYS = (*PROVENANCE_KEYS, *RUNTIME_KEYS, *GENERATION_KEYS, *MTP_KEYS)

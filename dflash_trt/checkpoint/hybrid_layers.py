@@ -35,7 +35,6 @@ def read_hybrid_mixers(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[s
     delta = {"kind": "gated_delta"} | {name: reader.integer(key) for name, key in _SIZES.items()}
     reader.require("attn_output_gate", True, hint=NOT_IMPLEMENTED)
     reader.require("output_gate_type", "swish", "silu", hint=NOT_IMPLEMENTED)
-    reader.ignore(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
     reader.require("mamba_ssm_dtype", "float32", hint="States are kept in float32.")
     return [delta if kind == _LINEAR else attention for kind in _layer_types(reader, sizes.num_layers)]
 

@@ -145,8 +145,8 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     if not _is_directory(directory, "target", config_problems):
         return _ABSENT
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
-    scheme = read_scheme(directory, label="target", problems=config_problems)
     spec = parse_target(directory, config_problems, notes=notes)
+    scheme = read_scheme(directory, label="target", problems=config_problems)
     if spec is None:
         return _ABSENT
     spec = resolve_tied_head(spec, stored, notes)

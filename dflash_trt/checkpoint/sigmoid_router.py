@@ -10,7 +10,7 @@ from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
 from dflash_trt.core.model.feed_forward import Moe
 
-_UNUSED_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+_UNUSED_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size")
 
 
 def read_feed_forwards(
@@ -31,6 +31,7 @@ def read_feed_forwards(
 
 def _read_moe(reader: ConfigReader, *, scale: float, num_groups: int, num_chosen_groups: int) -> dict[str, Any]:
     reader.ignore((*TRAINING_KEYS, *_UNUSED_KEYS))
+    reader.require("moe_router_dtype", "float32", hint="The router computes in float32.")
     reader.require("scoring_func", "sigmoid", hint=NOT_IMPLEMENTED)
     reader.require("topk_method", "noaux_tc", hint=NOT_IMPLEMENTED)
     num_experts = same_integer(reader, "n_routed_experts", "num_local_experts", "num_experts")

@@ -66,8 +66,8 @@ def read_specs(
         problems += directory_problems(directory, label)
     if problems:
         raise_all(ConfigError, pair_heading(target, drafter), problems)
-    stored = {label: read_scheme(directory, label=label, problems=problems) for label, directory in directories.items()}
     target_spec = parse_target(target, problems, notes=notes)
+    stored = {label: read_scheme(directory, label=label, problems=problems) for label, directory in directories.items()}
     draft_spec = None
     if drafter is not None:
         draft_spec = parse_draft(

@@ -34,7 +34,8 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     model = _language_model(reader)
     reader.ignore(("architectures",))
     hint = f"{fields['architectures'][0]} is a {family} model" if missing is None else missing
-    model.require("model_type", family, default=family, hint=f"{hint}.")
+    spellings = (family, *all_families()[family].other_model_types)
+    model.require("model_type", *spellings, default=family, hint=f"{hint}.")
     spec_fields = _read_fields(model, family)
     spec_fields["is_embedding_tied"] = _is_embedding_tied(reader, model)
     spec_fields["eos_token_ids"] = _read_eos(directory, (model, reader), problems)

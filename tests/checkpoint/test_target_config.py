@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
+from dflash_trt.checkpoint.foreign_keys import MTP_KEYS, ON_BY_DEFAULT
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, read_target_spec, remove_keys, target_refusal
-from tests.factories import edit_json, read_json, write_json
+from tests.factories import Family, edit_json, make_target, read_json, write_json
 from tests.specs import Flat
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -307,6 +308,11 @@ def test_what_is_not_implemented_is_refused_by_name(copy_of: Copy, family: str, 
         ("pad_token_id", 3),
         ("attention_dropout", 0.1),
         ("quantization_config", None),
+        ("brand_new_feature", None),
+        ("brand_new_feature", False),
+        ("brand_new_feature", []),
+        ("brand_new_feature", {}),
+        *((key, 2) for key in MTP_KEYS),
     ],
 )
 def test_what_changes_nothing_is_accepted(copy_of: Copy, key: str, value: Any) -> None:
@@ -314,6 +320,41 @@ def test_what_changes_nothing_is_accepted(copy_of: Copy, key: str, value: Any) -
     before = read_target_spec(target)
     edit_json(target / "config.json", **{key: value})
     assert read_target_spec(target) == before
+
+
+@pytest.mark.parametrize("value", [0, "", True, [0], {"factor": 1.0}])
+def test_an_unknown_key_that_asks_for_something_is_refused(copy_of: Copy, value: Any) -> None:
+    target = copy_of("llama")
+    edit_json(target / "config.json", brand_new_feature=value)
+    assert "key 'brand_new_feature': expected no such key" in target_refusal(target)
+
+
+@pytest.mark.parametrize("key", ON_BY_DEFAULT)
+def test_false_takes_away_a_part_that_a_family_has_without_it(copy_of: Copy, key: str) -> None:
+    target = copy_of("llama")
+    edit_json(target / "config.json", **{key: False})
+    assert f"key '{key}': expected no such key, found false" in target_refusal(target)
+
+
+CONTRADICTIONS: list[tuple[Family, dict[str, Any], str]] = [
+    ("deepseek_v3", {"qk_head_dim": 32}, "qk_head_dim"),
+    ("deepseek_v3", {"moe_router_dtype": "bfloat16"}, "moe_router_dtype"),
+    ("llama4_text", {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    ("llama4_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    (
+        "llama4_text",
+        {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "no_rope_layers": [1, 0, 1, 0]},
+        "layer_types",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "named"), CONTRADICTIONS)
+def test_a_contradiction_is_refused_by_name(tmp_path: Path, family: Family, fields: dict[str, Any], named: str) -> None:
+    target = make_target(tmp_path, family=family, tokenizer=False)
+    read_target_spec(target)
+    edit_json(target / "config.json", **fields)
+    assert f"key '{named}': expected " in target_refusal(target)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(copy_of: Copy) -> None:
@@ -448,7 +489,10 @@ def test_a_real_llama_3_1_config_is_read(tmp_path: Path) -> None:
             {"rope_parameters": {**YARN, "rope_theta": 1.0}},
             "rope.theta: expected greater than or equal to 2, found 1.0",
         ),
-        ({"rope_parameters": {**YARN, "beta_slow": 64.0}}, "expected beta_fast above beta_slow (not 32.0 and 64.0)"),
+        (
+            {"rope_parameters": {**YARN, "beta_slow": 64.0}},
+            "expected beta_fast of at least beta_slow (not 32.0 and 64.0)",
+        ),
         ({"rope_parameters": {**YARN, "attention_factor": 1e30}}, "rope.attention_factor: expected less than"),
         ({"head_dim": 15}, "'head_dim': expected an even number, found 15"),
         ({"hidden_size": 0}, "'hidden_size': expected an integer in 1..2147483647, found 0"),

@@ -12,6 +12,7 @@ from scripts.models_table import page, support_rows
 from scripts.pair_support import GPUS, Form, described_pairs, forms_of, problems_of, proofs
 from scripts.published_shapes import ASSUMED, DRAFTERS
 from tests.docs.pages import ROOT, Page
+from tests.published_pairs import needs_published_configs
 
 MODELS = Page.read("docs/models.md")
 # Billions of parameters by the name of a target that does not say them, from the cards.
@@ -22,6 +23,7 @@ def forms(target: str, directory: Path) -> list[Form]:
     return list(forms_of(pairs_of_target(target)[0], directory))
 
 
+@needs_published_configs
 def test_the_page_is_what_the_back_ends_say_now() -> None:
     assert page() == MODELS.text, "run `python -m scripts.models_table`"
 

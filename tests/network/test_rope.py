@@ -62,6 +62,10 @@ CASES = [
         RopeSpec(theta=10000.0, scaling="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.25),
         {"rope_type": "yarn", **YARN, "attention_factor": 1.25},
     ),
+    (  # as in Kimi-K2
+        RopeSpec(theta=10000.0, scaling="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=1.0),
+        {"rope_type": "yarn", **YARN, "beta_fast": 1.0, "beta_slow": 1.0},
+    ),
 ]
 
 

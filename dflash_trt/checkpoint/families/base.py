@@ -29,6 +29,8 @@ OwnNames = Callable[[str, TargetSpec], ForeignTable]
 class Family:
     """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
 
+    `other_model_types` are spellings in published files of a language model that this family computes.
+
     `activation` is that of config.json. `read_model` gives fields of a TargetSpec that are no layers; `defaults` are
     those of transformers, for keys that published files leave out. `own_names(model, spec)` names tensors that only
     this family has, or names in its own way; `model` is the prefix of all names.
@@ -44,6 +46,7 @@ class Family:
     """
 
     architectures: tuple[str, ...]
+    other_model_types: tuple[str, ...] = ()
     read_layers: ReadLayers
     expert_names: ExpertNames | None = None
     delta_names: DeltaNames | None = None

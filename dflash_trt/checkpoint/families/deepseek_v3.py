@@ -19,7 +19,6 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     for name in ("attention_bias", "mlp_bias"):
         reader.require(name, False, hint=NOT_IMPLEMENTED)
     reader.require("sliding_window", hint=NOT_IMPLEMENTED)
-    reader.ignore(("qk_head_dim",))  # the sum of its parts
     mixer = _read_mixer(reader, sizes)
     forwards = read_feed_forwards(
         reader,
@@ -35,6 +34,8 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
 def _read_mixer(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
     """Fields of an Mla. The norms of the latents have transformers' 1e-6, whatever `rms_norm_eps` is."""
     nope_dim, rope_dim = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
+    parts = "qk_nope_head_dim and qk_rope_head_dim together"
+    reader.require("qk_head_dim", nope_dim + rope_dim, hint=f"It is {parts}: one of the three is wrong.")
     rope = read_rope(reader, default_theta=_ROPE_THETA)
     return {
         "kind": "mla",

@@ -6,6 +6,7 @@ from dflash_trt.checkpoint.sigmoid_router import expert_names
 
 FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    other_model_types=("deepseek_v3",),
     read_layers=read_layers,
     expert_names=expert_names,
     has_drafting_layers=True,

@@ -19,7 +19,7 @@ from dflash_trt.core.model.gqa import Gqa
 
 _ROPE_THETA = 500_000.0  # transformers' default
 _NO_ROPE_EVERY = 4  # transformers' default
-_UNUSED_KEYS = (*TRAINING_KEYS, "router_jitter_noise", "for_llm_compressor", "layer_types", "use_cache")
+_UNUSED_KEYS = (*TRAINING_KEYS, "router_jitter_noise", "for_llm_compressor", "use_cache")
 
 # Of transformers' Llama4TextConfig: published files say only what differs.
 _DEFAULTS: Final = MappingProxyType(
@@ -39,6 +39,7 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     reader.ignore(_UNUSED_KEYS)
     reader.require("attention_bias", False, hint=NOT_IMPLEMENTED)
     has_rope = _read_rope_layers(reader, sizes.num_layers)
+    _check_layer_types(reader, has_rope)
     rotated, still = _read_mixers(reader, sizes)
     dense = {"kind": "dense", "intermediate_size": reader.integer("intermediate_size_mlp")}
     moe, expert_layers = _read_moe(reader, sizes), _read_expert_layers(reader, sizes.num_layers)
@@ -57,6 +58,17 @@ def _read_rope_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
     if len(given) != num_layers or set(given) - {0, 1}:
         reader.refuse("no_rope_layers", expected=f"1 or 0 for each of {num_layers} layers")
     return [bool(flag) for flag in given]
+
+
+def _check_layer_types(reader: ConfigReader, has_rope: list[bool]) -> None:
+    """Chunks are those of the layers with RoPE: transformers masks by `layer_types` and rotates by `no_rope_layers`."""
+    given = reader.optional_texts("layer_types")
+    kinds = tuple("chunked_attention" if rotates else "full_attention" for rotates in has_rope)
+    if given and given != kinds:
+        expected = "chunked_attention for each layer that no_rope_layers rotates, full_attention for the others"
+        reader.refuse(
+            "layer_types", expected=expected, hint="Layers with one and without the other are not implemented."
+        )
 
 
 def _read_mixers(reader: ConfigReader, sizes: DecoderSizes) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,9 +24,6 @@ _UNUSED_KEYS = (
     "swa_rope_theta",
     "use_grouped_topk",
     "max_model_len",
-    "use_mtp",
-    "num_mtp_modules",
-    "mtp_transformer_layers",
 )
 
 

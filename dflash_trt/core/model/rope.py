@@ -44,8 +44,8 @@ class RopeSpec(Frozen):
             raise ValueError(f"original_max_position_embeddings, as scaling is {self.scaling}")
         if self.scaling == "llama3" and (self.low_freq_factor is None or self.high_freq_factor is None):
             raise ValueError("low_freq_factor and high_freq_factor, as scaling is llama3")
-        if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast above beta_slow (not {self.beta_fast} and {self.beta_slow})")
+        if self.scaling == "yarn" and self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast of at least beta_slow (not {self.beta_fast} and {self.beta_slow})")
         return self
 
 
