@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from dflash_trt.checkpoint.foreign_keys import MTP_KEYS, ON_BY_DEFAULT
 from dflash_trt.checkpoint.target_config import parse_target
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, read_target_spec, remove_keys, target_refusal
 from tests.factories import Family, edit_json, make_target, read_json, write_json
+from tests.gemma_targets import make_gemma
 from tests.specs import Flat
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -355,6 +357,23 @@ def test_a_contradiction_is_refused_by_name(tmp_path: Path, family: Family, fiel
     read_target_spec(target)
     edit_json(target / "config.json", **fields)
     assert f"key '{named}': expected " in target_refusal(target)
+
+
+def test_layers_without_keys_and_values_read_the_last_of_their_kind_that_has_them(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    fields: dict[str, Any] = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2}
+    spec = read_target_spec(make_gemma(tmp_path, family="gemma4_text", **fields))
+    assert [gqa.shares_kv_with for gqa in spec.attentions] == [None, None, None, None, 2, 3]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_an_interval_of_full_layers_is_read_as_in_transformers(tmp_path: Path, interval: int) -> None:
+    target = make_target(tmp_path, family="qwen3_next", tokenizer=False)
+    edit_json(target / "config.json", full_attention_interval=interval)
+    remove_keys(target / "config.json", "layer_types")
+    kinds = AutoConfig.from_pretrained(target).layer_types
+    found = [isinstance(layer.mixer, GatedDelta) for layer in read_target_spec(target).layers]
+    assert found == [kind == "linear_attention" for kind in kinds]
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(copy_of: Copy) -> None:

@@ -8,7 +8,7 @@ import pytest
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import build_config_from
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.quantization import QuantizationConfig, QuantizationSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationConfig, QuantizationSpec
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.quantize.hardware import require_hardware
 from dflash_trt.quantize.plan import QuantizationPlan, make_plan
@@ -110,6 +110,15 @@ def test_a_checkpoint_that_is_quantized_keeps_its_format(specs: Any) -> None:
     assert planned["draft.fc"].needs_activations
     message = refusal(specs, stored=stored, target="nvfp4")
     assert "target.layers.0.qkv: expected fp8, as the checkpoint holds it, found nvfp4" in message
+
+
+def test_stored_scales_of_pages_are_kept_and_need_no_calibration(specs: Any) -> None:
+    scales = tuple(LayerKvScales(k=0.5 + i, v=2.0 + i) for i in range(specs.target.num_layers))
+    plan = plan_of(specs, stored=QuantizationSpec(target_kv=scales))
+    assert plan.has_fp8_target_kv and not plan.needs_calibration
+    calibrated = (LayerKvScales(k=9.0, v=9.0),) * specs.target.num_layers
+    assert plan.spec(calibrated).target_kv == scales
+    assert plan_of(specs, kv_cache="fp8").needs_calibration
 
 
 def test_weight_only_formats_need_no_calibration(specs: Any) -> None:
