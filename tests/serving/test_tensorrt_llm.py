@@ -296,14 +296,18 @@ def test_a_common_prefix_ends_at_the_first_difference() -> None:
     assert (fraction([1, 2, 3], [1, 2, 3]), fraction([1, 2], [1, 3]), fraction([1], [1, 2])) == (1, 0.5, 0.5)
 
 
-def test_a_process_that_ends_fails_its_requests_and_the_engine(llm: LLM) -> None:
-    """Last: nothing answers after it."""
-    stream = llm.submit(PROMPTS[0], LONG)
-    assert stream.take() is not None
-    process = llm._engine._link._process  # type: ignore[attr-defined]
-    os.kill(process.pid, signal.SIGKILL)
-    output = stream.result()
-    assert (output.finish_reason, output.error) == ("error", "the process of TensorRT-LLM has ended")
-    assert llm.failure == "the process of TensorRT-LLM has ended"
-    with pytest.raises(RequestError, match="the engine has failed"):
-        llm.generate(PROMPTS[0])
+def test_a_process_that_ends_fails_its_requests_and_the_engine(
+    engine: EngineDir, python: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PYTHON, python)
+    monkeypatch.setenv("STAND_IN_LOG", str(log.with_name("ended.jsonl")))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with LLM(engine.path) as llm:
+        stream = llm.submit(PROMPTS[0], LONG)
+        assert stream.take() is not None
+        os.kill(llm._engine._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        output = stream.result()
+        assert (output.finish_reason, output.error) == ("error", "the process of TensorRT-LLM has ended")
+        assert llm.failure == "the process of TensorRT-LLM has ended"
+        with pytest.raises(RequestError, match="the engine has failed"):
+            llm.generate(PROMPTS[0])

@@ -16,6 +16,7 @@ _REFUSED: Final = (
     "draft_length",
     "draft_length_by_context",
     "draft_window",
+    "num_state_snapshots",
     "deterministic",
     "num_threads",
     "plugin_library",
