@@ -134,6 +134,23 @@ def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
     assert [len(found) for found in curves(points, lambda point: point.configuration).values()] == [2, 1]
 
 
+def test_without_drafts_a_sweep_pays_for_no_drafter() -> None:
+    workload = Workload(
+        concurrencies=(2,),
+        request_rates_per_s=(),
+        lengths=Lengths(num_prompt_tokens=30, num_output_tokens=20),
+        spread_fraction=0.0,
+        requests_per_client=2,
+        duration_s=1.0,
+    )
+    has_none = PLAIN.pretrained_config.model_copy(update={"draft": None})
+    (plain,), (alone,) = (
+        sweep([replace(PLAIN, pretrained_config=config)], workload, progress=lambda line: None)
+        for config in (PLAIN.pretrained_config, has_none)
+    )
+    assert plain.output_tok_per_s == alone.output_tok_per_s and plain.floor_fraction == alone.floor_fraction
+
+
 def test_acceptance_is_read_from_reports_of_bench(tmp_path) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"speedup": 1.5, "accepted_fraction_by_position": [0.8, 0.5]}))

@@ -116,6 +116,11 @@ def test_a_filter_without_a_temperature_samples() -> None:
     assert read(text_input="Hi", top_p=0.5, temperature=0.0).sampling.temperature == 0.0
 
 
+def test_end_id_stops_beside_the_ids_that_stop() -> None:
+    sampling = read(text_input="Hi", end_id=7, stop_token_ids=[4, 5]).sampling
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((4, 5, 7), True)
+
+
 @pytest.mark.parametrize(("end_id", "stops", "ignores"), [(-1, (), True), (7, (7,), True), (None, (), False)])
 def test_end_id_takes_the_place_of_the_models_own(end_id, stops, ignores) -> None:
     fields = {} if end_id is None else {"end_id": end_id}
