@@ -86,7 +86,8 @@ def absorb_stored(
         next_run = block_start(block + 1, begin, num_left, right_begin, KEY_BLOCK, IS_MASKED) + runs
         next_page = tl.load(page_rows + (next_run >> page_shift), mask=next_run < key_end, other=0)
         first = page * (2 * page_size * row_size) + (run & (page_size - 1)) * row_size
-        slot = tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK])
+        # Triton before 3.8 loses divisibility in a reshape, and would load two bytes at a time. HEAD_DIM % 16 == 0.
+        slot = tl.multiple_of(tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK]), 16)
         k_rows = pages + slot[:, None] + dim[None, :]
         v_rows = pages + slot[:, None] + v_dim[None, :] + page_size * row_size
         if IS_MASKED:
