@@ -29,7 +29,7 @@ def check_tensor(
     is_dense = tensor[0].is_contiguous() if row_stride_is_free and len(tensor) else tensor.is_contiguous()
     if not is_dense:
         _refuse(name, "a dense row-major tensor", f"strides {tensor.stride()}", "Call .contiguous() on it.")
-    if tensor.is_cuda and tensor.data_ptr() % 16:
+    if tensor.data_ptr() % 16:
         _refuse(name, "a 16-byte aligned address", hex(tensor.data_ptr()), "Do not pass an odd slice of a buffer.")
 
 

@@ -108,7 +108,7 @@ class Rows(Generic[T]):
     positions: T  # int32 [N]
     token_offsets: T | None  # int32 [R+1]
     context_lens: T  # int32 [R], positions in the pages before a request's first row
-    page_table: T  # int32 [G*R, P]
+    page_table: T  # int32 [G*R, P]; on a GPU [G, R, P]
     keeps_kv: bool
     index: Any = None
 

@@ -46,7 +46,9 @@ class DrafterOps:
 
     def context_rows(self, cache: RowCache[Any], acceptance: Acceptance[Any]) -> Tensor:
         starts = acceptance.next_context_lens
-        return last_rows(cache.tensor, self._inputs.page_table[: len(starts)], starts)  # features are never windowed
+        table = self._inputs.page_table
+        first = table.view(-1, len(starts), table.shape[-1])[0]  # features are never windowed
+        return last_rows(cache.tensor, first, starts)
 
     def stack_slots(self, slots: Sequence[Value]) -> Tensor:
         return torch.stack([tensor_of(slot) for slot in slots], dim=1).flatten(0, 1)

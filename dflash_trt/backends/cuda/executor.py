@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
+from dflash_trt.backends.page_tables import PageTables
 from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
 from dflash_trt.backends.step_inputs import StepShapes
@@ -53,6 +54,7 @@ from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
+from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.state import Cache, LatentCache, StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -126,6 +128,7 @@ class TorchGpuExecutor:
         self._device = device
         self._shapes = StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
+        self._tables = PageTables(self.limits, device=device)
         self._results = ResultStaging(self.limits, device)
         self._rules = DeviceRules(self.limits, device)
         self._stream = _new_stream(device)
@@ -265,12 +268,17 @@ class TorchGpuExecutor:
         self._staging.stage(plan_of(batch, max_pages=self.limits.max_pages), shape)
         with self.on_stream():
             self._staging.upload()
-            self._staging.assemble(shape)
-            inputs = self._staging.inputs(shape)
+            inputs = self._assembled(shape)
             slots = StepSlots(slot_ids=self._staging.plan_inputs(shape).slot_ids)
             ops: Any = self._make_ops(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks, slots=slots)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
+
+    def _assembled(self, shape: StepShape) -> StepInputs[Tensor]:
+        """The first launches of a step: its inputs, with a page table for each group, [G, R, P]."""
+        tables = self._tables.views(shape)
+        self._staging.assemble(shape, tables)
+        return replace(self._staging.inputs(shape), page_table=tables)
 
     def _run(self, shape: StepShape) -> None:
         if shape.has_graph:
@@ -287,8 +295,7 @@ class TorchGpuExecutor:
         masks: DeviceMasks | None = None,
     ) -> None:
         """The launches of a step; what a CUDA graph holds, without `reader`, rules and masks."""
-        self._staging.assemble(shape)
-        inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
+        inputs, (outputs, drafts) = self._assembled(shape), self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
         ops: Any = self._make_ops(
             inputs,
@@ -327,7 +334,17 @@ class TorchGpuExecutor:
         if "network" not in vars(self):
             return
         self.wait()
-        for name in ("network", "graphs", "_state", "_snapshots", "_resources", "_staging", "_results", "_rules"):
+        for name in (
+            "network",
+            "graphs",
+            "_state",
+            "_snapshots",
+            "_resources",
+            "_staging",
+            "_tables",
+            "_results",
+            "_rules",
+        ):
             del vars(self)[name]
         if self._stream is not None:
             torch.cuda.empty_cache()

@@ -19,10 +19,15 @@ class RowsIndex:
 
 
 def rows_of(
-    positions: Tensor, token_offsets: Tensor, context_lens: Tensor, page_table: Tensor, *, keeps_kv: bool
+    positions: Tensor,
+    token_offsets: Tensor,
+    context_lens: Tensor,
+    page_table: Tensor,  # int32 [G, R, P], each group's at an aligned address
+    *,
+    keeps_kv: bool,
 ) -> Rows[Any]:
     """The offsets of blocks are read by no kernel; the step's are there in their place."""
-    tables = page_table.view(-1, len(context_lens), page_table.shape[1])
+    tables = page_table.view(-1, len(context_lens), page_table.shape[-1])
     requests = [RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=t) for t in tables]
     whole = slice(len(positions))
     return Rows(

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
+from dflash_trt.backends.page_tables import PageTables
 from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import TensorBlock
 from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX
 from dflash_trt.backends.tensorrt.network import (
+    PAGE_TABLE,
     STATE_POOLS,
     StepNetworkSpec,
     pool_axis,
@@ -22,8 +24,8 @@ from dflash_trt.backends.tensorrt.network import (
     step_inputs_of,
     step_outputs_of,
     step_tensors_of,
+    table_name,
 )
-from dflash_trt.backends.tensorrt.page_tables import PageTables
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import page_group_of
@@ -130,6 +132,7 @@ class StepBuffers:
         self.staging = InputStaging(limits, device, scratch_page=scratch_page)
         self.results = ResultStaging(limits, device)
         self._tables = PageTables(limits, device=device) if limits.page_windows else None
+        self._table_names = (PAGE_TABLE.name, *(table_name(group.window) for group in limits.page_windows))
         self._drawn_from = TensorBlock(DRAFT_OUTPUTS, limits, device=device)
         self._sizes = {"max_pages": limits.max_pages, "num_choices": limits.num_choices}
         self._step_tensors = step_tensors_of(spec)
@@ -139,7 +142,7 @@ class StepBuffers:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By name of the engine's tensor."""
-        tables = {} if self._tables is None else self._tables.tensors
+        tables = {} if self._tables is None else dict(zip(self._table_names, self._tables.flat, strict=True))
         inputs = {**self.staging.device_tensors, **tables}
         outputs = {**self.results.device_tensors, **self._drawn_from.flat}
         return {name: inputs[name] for name in self._inputs} | {name: outputs[name] for name in self._outputs}
