@@ -1,5 +1,6 @@
 """Two ranks compute what one computes, and whatever happens to one of them is told and leaves nothing behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -462,3 +463,47 @@ def _alive(process_ids: tuple[int, ...]) -> list[int]:
             continue
         alive.append(process_id)
     return alive
+
+
+class PollsItsStore:
+    """Stands for NCCL's group, whose thread polls the file of the rendezvous until the group has ended."""
+
+    def __init__(self, group: Any, directory: Path, events: list[str]) -> None:
+        self._group, self._directory, self._events = group, directory, events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def abort(self) -> None:
+        self._events.append(f"group, directory {'there' if self._directory.exists() else 'gone'}")
+        self._group.abort()
+
+
+@pytest.mark.parametrize("way", ["close", "collected"])
+def test_graphs_end_before_the_group_and_the_group_before_its_store(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    events: list[str] = []
+    close, join = TorchExecutor.close, ranks.join
+    directories: list[Path] = []
+
+    def joined(options: Any, rank: int) -> Any:
+        group = join(options, rank)
+        directories.append(options.store_path.parent)
+        group._group = PollsItsStore(group._group, options.store_path.parent, events)
+        return group
+
+    def closed(executor: TorchExecutor) -> None:
+        events.append("graphs")
+        close(executor)
+
+    monkeypatch.setattr(ranks, "join", joined)
+    monkeypatch.setattr(TorchExecutor, "close", closed)
+    monkeypatch.setattr(ranks.RankWorkers, "forget_directory", lambda workers: None)  # as NCCL needs it
+    two = opening.open_executor(engine, RuntimeConfig(device="cpu", num_threads=1, kv_cache_bytes=1 << 20))
+    if way == "close":
+        two.close()
+    del two
+    gc.collect()
+    assert events == ["graphs", "group, directory there"]
+    assert not directories[0].exists()

@@ -143,9 +143,19 @@ class ProcessRanks:
 
     def abort(self) -> None:
         """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""
-        self._group.abort()
+        if (group := self._group) is not None:
+            group.abort()
         for end in self.on_abort:
             end()
+
+    def close(self) -> None:
+        """End the group, before the directory of its store is removed: NCCL's threads poll that file.
+
+        Graphs with its exchanges must be gone. Calling it again does nothing.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # unlike `shutdown`, it waits for no rank
 
     def _exchange(self, start: Callable[..., Any], *arguments: Any) -> None:
         """Start it and wait for it: on a GPU, only the stream does."""

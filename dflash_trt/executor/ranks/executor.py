@@ -106,11 +106,8 @@ class RankedExecutor:
 
     def close(self) -> None:
         """End the workers, and free this rank's weights and pages. Calling it again does nothing."""
-        has_failed = self._failure is not None
         self._failure = self._failure or "The engine is closed. Open it again."
         self._workers.close()
-        if not has_failed or self._ranks.device.type == "cpu":  # a GPU may still wait for a rank that has ended
-            self._local.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
         with self._workers.watched():
@@ -133,7 +130,7 @@ class RankedExecutor:
             raise self._given_up(reports, error) from error
         except BaseException:  # an interrupt: the ranks are no longer in step
             self._failure = "A step was interrupted. Open the engine again."
-            self._workers.kill()
+            self._kill_workers()
             raise
         expected = Ran(fingerprint=fingerprint(outcome))
         reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
@@ -157,8 +154,13 @@ class RankedExecutor:
     def _given_up(self, reports: Reports, error: Exception | None) -> DFlashError:
         explained = explained_failure(reports, error)
         self._failure = str(explained)
-        self._workers.kill()
+        self._kill_workers()
         return explained
+
+    def _kill_workers(self) -> None:
+        if self._ranks.device.type != "cpu":  # this rank's GPU may wait for one that has ended
+            self._workers.at_end.remove(self._local.close)
+        self._workers.kill()
 
 
 def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None) -> RankedExecutor:
@@ -204,7 +206,9 @@ def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> Ran
         workers.when_one_ends(ranks.abort)
     else:
         workers.forget_directory()
+    workers.at_end.append(ranks.close)
     local = open_shard(engine, 0, ranks, options)
+    workers.at_end.insert(0, local.close)  # CUDA graphs go before the group that they use
     _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"

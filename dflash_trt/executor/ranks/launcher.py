@@ -36,7 +36,9 @@ class RankWorkers:
         self._is_closing = threading.Event()
         self._is_watched = threading.Event()
         self._own_process = OwnProcess()
-        self.close = finalize(self, _end, self._processes, self.directory, self._is_closing, self._own_process)
+        self.at_end: list[Callable[[], None]] = []  # called when the workers have ended, before the directory goes
+        ends = (self._processes, self.at_end, self.directory, self._is_closing, self._own_process)
+        self.close = finalize(self, _end, *ends)
         watch = (self._processes, self._is_watched, self._is_closing)
         threading.Thread(target=_end_stopped, args=watch, name="dflash-ranks", daemon=True).start()
 
@@ -141,7 +143,11 @@ def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, 
 
 
 def _end(
-    processes: Sequence[RankProcess], directory: Path, is_closing: threading.Event, own_process: OwnProcess
+    processes: Sequence[RankProcess],
+    at_end: Sequence[Callable[[], None]],
+    directory: Path,
+    is_closing: threading.Event,
+    own_process: OwnProcess,
 ) -> None:
     """Ask the workers to stop, then kill them. Does nothing in a forked child."""
     if not own_process.is_this:
@@ -155,4 +161,8 @@ def _end(
     end_s = time.monotonic() + _END_TIMEOUT_S
     for process in processes:
         process.end(max(0.0, end_s - time.monotonic()))
-    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        for act in at_end:
+            act()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
