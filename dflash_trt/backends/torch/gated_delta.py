@@ -117,12 +117,14 @@ def fold(
     state: Tensor,  # [G, hv, dk, dv]
     keys: Tensor,  # [G, hk, n, dk]
     deltas: Tensor,  # [G, hv, n, dv]
-    decays: Tensor,  # [G, hv, n]; of tokens that are not folded 0
+    decays: Tensor,  # [G, hv, n]
     is_folded: Tensor,  # bool [G, n]
 ) -> Tensor:
-    """The state after the tokens that are folded, the first ones of each request."""
-    total = decays.cumsum(-1)
-    weight = (total[..., -1:] - total).exp() * is_folded[:, None]
+    """The state after the tokens that are folded, the first ones of each request; others may hold NaN."""
+    is_stale = ~is_folded[:, None, :, None]
+    keys, deltas = keys.masked_fill(is_stale, 0.0), deltas.masked_fill(is_stale, 0.0)
+    total = decays.masked_fill(is_stale[..., 0], 0.0).cumsum(-1)
+    weight = (total[..., -1:] - total).exp()
     keys = keys.repeat_interleave(state.shape[1] // keys.shape[1], 1)
     return total[..., -1].exp()[..., None, None] * state + (keys * weight[..., None]).transpose(-1, -2) @ deltas
 
@@ -157,7 +159,7 @@ def _folded(cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor) -> 
         state,
         tensors["keys"][slots].transpose(1, 2),
         tensors["deltas"][slots].transpose(1, 2),
-        (tensors["decays"][slots] * is_folded[..., None]).transpose(1, 2),
+        tensors["decays"][slots].transpose(1, 2),
         is_folded,
     )
     is_new = rows.context_lens[requests] == 0  # whatever the slot's records are
