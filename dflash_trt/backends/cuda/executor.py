@@ -129,8 +129,7 @@ class TorchGpuExecutor:
         self._shapes = StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
         self._tables = PageTables(self.limits, device=device)
-        self._results = ResultStaging(self.limits, device)
-        self._rules = DeviceRules(self.limits, device)
+        self._results, self._rules = ResultStaging(self.limits, device), DeviceRules(self.limits, device)
         self._stream = _new_stream(device)
         self.graphs = GraphCache(None if self._stream is None else CudaCapture(self._stream))
 
@@ -327,10 +326,7 @@ class TorchGpuExecutor:
         ), drafts
 
     def close(self) -> None:
-        """Give weights, pages and graphs back to the device at once, whoever still holds the executor.
-
-        Closing again does nothing.
-        """
+        """Free weights, pages and graphs at once, whoever still holds the executor. Closing again does nothing."""
         if "network" not in vars(self):
             return
         self.wait()
