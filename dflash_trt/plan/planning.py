@@ -72,7 +72,8 @@ class EnginePlan:
         step beside the pages, which take their fraction of what is free, and no more than full batches need.
         """
         after = self.memory.after_pages_bytes
-        beside_pages = min(after / (1 - self.free_fraction), after + self.full_batch_bytes + self.slot_bytes)
+        full_bytes = self.full_batch_bytes + self.slot_bytes + self._max_snapshot_bytes
+        beside_pages = min(after / (1 - self.free_fraction), after + full_bytes)
         needed_bytes = (self.sequence_bytes + self.slot_bytes) / self.free_fraction
         return max(0, math.ceil(max(needed_bytes, beside_pages)) - self.free_bytes)
 
@@ -80,6 +81,13 @@ class EnginePlan:
     def slot_bytes(self) -> int:
         """Recurrent states of all slots, that of padding included, on each rank."""
         return self.pretrained_config.states().bytes_per_slot * (self.build_config.max_batch_size + 1)
+
+    @property
+    def _max_snapshot_bytes(self) -> int:
+        """Snapshots of recurrent states that an engine takes by default at most; TensorRT engines have none."""
+        if self.memory.has_pages_last:
+            return 0
+        return self.pretrained_config.states().bytes_per_slot * self.build_config.max_batch_size
 
     @property
     def sequence_bytes(self) -> int:
