@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt.core.logprobs import TopTokens
 from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEvent
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.text import TextCodec
@@ -41,6 +43,17 @@ def test_a_stop_string_cuts_text_and_tokens_and_may_lie_across_steps(codec: Text
     assert list(output.token_ids) == token_ids[:num_kept]
     assert len(output.logprobs) == num_kept
     assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_cuts_the_likely_tokens_with_the_tokens(codec: TextCodec) -> None:
+    token_ids = codec.encode("one two three four")
+    top = TopTokens(np.array([[token] for token in token_ids]), np.zeros((len(token_ids), 1), np.float32))
+    output_processor = OutputProcessor(make_request("r", stop=("wo thr",)), codec.detokenizer(), arrived_s=10.0)
+    output_processor.read([(TokenEvent(request_id="r", token_ids=tuple(token_ids), top=top), 11.0)])
+    last = output_processor.read([(END, 20.0)])
+    assert last is not None and last.output is not None
+    found = [row[0].token_id for row in last.output.top_logprobs]
+    assert found == list(last.output.token_ids) and len(found) < len(token_ids)
 
 
 def test_a_stop_string_in_a_run_of_bytes_ends_the_text_at_its_last_byte(tmp_path: Path) -> None:
