@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+# The filters of one side of a sublayer begin anywhere in a row of both.
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["filters"])
 def block_conv_kernel(
     x,  # F [R * num_slots, hidden_size]
     filters,  # F, R * num_slots rows of [TAPS, groups], filter_stride apart

@@ -25,7 +25,9 @@ def block_conv(
     num_rows, hidden_size = x.shape
     num_taps = base.shape[1]
     check_tensor("x", x, dtype=FLOATS, shape=[None, None])
-    check_tensor("filters", filters, dtype=x.dtype, shape=[num_rows, None], row_stride_is_free=True)
+    check_tensor(
+        "filters", filters, dtype=x.dtype, shape=[num_rows, None], row_stride_is_free=True, may_be_unaligned=True
+    )
     check_tensor("base", base, dtype=x.dtype, shape=[1, None, hidden_size])
     num_groups, uneven = divmod(filters.shape[1], num_taps)
     is_even = num_rows % num_slots == 0 and not uneven and num_groups > 0 and hidden_size % num_groups == 0

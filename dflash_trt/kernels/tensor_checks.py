@@ -15,6 +15,7 @@ def check_tensor(
     dtype: torch.dtype | Sequence[torch.dtype],
     shape: Sequence[int | None],  # None: any
     row_stride_is_free: bool = False,  # only the axes after the first must be dense
+    may_be_unaligned: bool = False,  # for a kernel that is not specialized on its alignment
 ) -> None:
     """Raise ValueError unless the tensor is of this dtype and shape, dense and 16-byte aligned."""
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
@@ -29,7 +30,7 @@ def check_tensor(
     is_dense = tensor[0].is_contiguous() if row_stride_is_free and len(tensor) else tensor.is_contiguous()
     if not is_dense:
         _refuse(name, "a dense row-major tensor", f"strides {tensor.stride()}", "Call .contiguous() on it.")
-    if tensor.data_ptr() % 16:
+    if tensor.data_ptr() % 16 and not may_be_unaligned:
         _refuse(name, "a 16-byte aligned address", hex(tensor.data_ptr()), "Do not pass an odd slice of a buffer.")
 
 

@@ -49,10 +49,10 @@ def changed_rows(
     slices: Sequence[tuple[int, int]] = AMONG,
 ) -> list[int]:
     """Rows whose result among others, in any of several places, is not what they have alone."""
-    among = [(first, compute(x[first:last].contiguous()).cpu()) for first, last in slices]
+    among = [(first, compute(x[first:last].clone()).cpu()) for first, last in slices]
     changed = []
     for row in alone_rows:
-        alone = compute(x[row : row + 1].contiguous()).cpu()[0]
+        alone = compute(x[row : row + 1].clone()).cpu()[0]
         results = [found[row - first] for first, found in among if first <= row < first + len(found)]
         assert len(results) >= 2
         if not all(torch.equal(_bytes(result), _bytes(alone)) for result in results):
@@ -116,7 +116,7 @@ def test_experts_with_fixed_tiles_depend_on_no_other_row(format_name: str, exact
     x = random(NUM_ROWS, hidden + MOE.num_experts)
 
     def compute(rows: Tensor) -> Tensor:
-        logits, inputs = rows[:, hidden:].contiguous(), rows[:, :hidden].contiguous()
+        logits, inputs = rows[:, hidden:].clone(), rows[:, :hidden].clone()
         return run_device_experts(inputs.to(DEVICE), logits.to(DEVICE), experts, MOE)
 
     assert changed_rows(compute, x) == []

@@ -35,16 +35,16 @@ def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
         ValueError: no kernel reads such a tensor.
     """
     weight = linear.weight
-    bias = None if linear.bias is None else linear.bias.contiguous()
+    bias = None if linear.bias is None else _dense(linear.bias)
     if not isinstance(weight, QuantizedWeight):
-        matrix = PackedMatrix(form=PLAIN, codes=weight.contiguous(), bias=bias)
+        matrix = PackedMatrix(form=PLAIN, codes=_dense(weight), bias=bias)
     else:
         tensors = weight.tensors()
         block_scale = tensors.get("block_scale")
         matrix = PackedMatrix(
             form=FORMS[type(weight)],
-            codes=tensors["codes"].contiguous(),
-            block_scale=None if block_scale is None else block_scale.contiguous(),
+            codes=_dense(tensors["codes"]),
+            block_scale=None if block_scale is None else _dense(block_scale),
             block_rows=_block_rows(weight),
             row_scale=_row_scale(weight),
             input_scale=_input_scale(weight),
@@ -77,11 +77,17 @@ def router_kind(moe: Moe) -> RouterKind:
     return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """As `check_tensor` wants it. A segment's rows may begin anywhere in the layer's tensor."""
+    dense = tensor.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
+
+
 def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]
     """The scales of weights and inputs together."""
     scale = None if weight.weight_scale is None else row_scale(weight)
     if weight.input_scale is None:
-        return None if scale is None else scale.contiguous()
+        return None if scale is None else _dense(scale)
     repeats = torch.tensor(weight.segments, device=weight.input_scale.device)
     of_inputs = weight.input_scale.repeat_interleave(repeats, dim=-1)
     return of_inputs if scale is None else scale * of_inputs
@@ -92,7 +98,7 @@ def _input_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [
     if scale is None:
         return None
     is_shared = bool((scale == scale[..., :1]).all())
-    return (scale[..., :1] if is_shared else scale).contiguous()
+    return _dense(scale[..., :1] if is_shared else scale)
 
 
 def _block_rows(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # int32 [out]

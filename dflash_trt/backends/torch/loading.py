@@ -89,9 +89,10 @@ def load_network(
 
 def _read_tensors(engine: EngineDir, rank: int, device: str) -> dict[str, Tensor]:
     tensors = {}
-    with safe_open(engine.weights_path(rank), framework="pt", device=device) as file:
+    with safe_open(engine.weights_path(rank), framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensors[name] = file.get_tensor(name)
+            # A copy on the CPU, too: the file's own bytes are not aligned as kernels want them.
+            tensors[name] = file.get_tensor(name).to(device, copy=True)
             engine.on_read(tensors[name].nbytes)
     return tensors
 
