@@ -163,5 +163,7 @@ class PageStore:
         self._tree.check_integrity()
         self.snapshots.check_integrity(self._tree.snapshot_ids())
         self._pool.check_integrity([*holdings, self._tree.page_ids()])
+        for index, window in enumerate(self.windows):
+            assert sorted(window.cached_page_ids()) == sorted(self._tree.window_pages(index)), "an evicted node's page"
         idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())
         assert idle == self._tree.num_idle_pages, "cached pages that nobody uses are not exactly the idle ones"

@@ -154,7 +154,6 @@ class StepPlanner:
                 getattr(table, name)[slots[live]] = before[live]
         table.take_back_updates(step.plan)
         self._request_pool.states.abandon(slots[live], step=step.number)
-        self._last = None
 
     def _planned(
         self,

@@ -114,10 +114,16 @@ class PrefixTree:
         """Of all nodes that have one."""
         return [node.snapshot_id for node in self._nodes.values() if node.snapshot_id is not None]
 
+    def window_pages(self, index: int) -> list[int]:
+        """Of all nodes that have one in this group."""
+        pages = (node.window_pages[index] for node in self._nodes.values())
+        return [page_id for page_id in pages if page_id is not None]
+
     def check_integrity(self) -> None:
         """Assert that the nodes are exactly those reachable, and that no idle node has a child in use."""
         reachable = {node.page_id: node for node in self._walk()}
         assert reachable == self._nodes, "some cached pages cannot be reached from a root"
+        assert all(self._roots.values()), "a root without pages"
         order = {page_id: rank for rank, page_id in enumerate(self._idle)}
         for page_id, rank in order.items():
             assert page_id in self._nodes, f"idle page {page_id} is not kept"

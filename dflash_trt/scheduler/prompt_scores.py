@@ -39,5 +39,5 @@ def take_prompt_scores(plan: StepPlan, sequences: list[Sequence], result: StepRe
     offsets, starts = plan.rows.token_offsets.tolist(), plan.rows.context_lens.tolist()
     for row, sequence in enumerate(sequences):
         entries = plan.prompt_rows.between(offsets[row], offsets[row + 1])
-        if entries.start < entries.stop and sequence.prompt_book is not None and sequence.finish_reason is None:
+        if entries.start < entries.stop and sequence.prompt_book is not None:
             sequence.prompt_book.take(starts[row], result.prompt[entries])

@@ -37,7 +37,7 @@ class RequestPool:
         self.num_admitted_prompt_tokens = 0
         self.num_prefix_hit_tokens = 0
         self._by_id: dict[str, Sequence] = {}
-        self.version = 0  # changes with `running`
+        self.version = 0  # changes when a request leaves `running`
         self._running_slots: Array | None = None
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class RequestPool:
             self.num_admitted_prompt_tokens += num_tokens
             self.num_prefix_hit_tokens += context_len
         insort(self.running, sequence, key=lambda running: running.priority_key)
-        self._running_slots, self.version = None, self.version + 1
+        self._running_slots = None
 
     def grow(self, slot: int, num_positions: int) -> bool:
         """Get pages for `num_positions` if that needs no preemption; return True on success."""

@@ -71,7 +71,7 @@ class SlotTable:
         self.num_pages[slot] = 0
         self.set_kept(slot, num_kept)
         self.is_decoding[slot] = self.flight_emits[slot] = False
-        self.num_drafts[slot] = self.flight_tokens[slot] = self.flight_candidates[slot] = 0
+        self.flight_tokens[slot] = self.flight_candidates[slot] = 0
         self.epoch[slot] = self._num_epochs
         self._num_epochs += 1
         self.wants_logprobs[slot] = sequence.request.sampling.logprobs

@@ -96,6 +96,9 @@ class WindowPages:
         del self._idle[page_id], self._nodes[page_id]
         self._pool.release(page_id)
 
+    def cached_page_ids(self) -> list[int]:
+        return list(self._nodes)
+
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
         """Assert that exactly the requests of `holdings` and the nodes hold pages."""
         assert all(node.window_pages[self._index] == page_id for page_id, node in self._nodes.items())

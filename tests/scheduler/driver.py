@@ -1,6 +1,6 @@
 """A scheduler and a FakeExecutor run together in a test, every invariant checked after every call."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dflash_trt.core.batch import StepSampling
@@ -66,9 +66,11 @@ class Driver:
         self.finish_reasons: dict[str, str] = {}
         self.now = 0.0
         self._planned: list[tuple[PlannedStep, StepHandle | None]] = []
+        self._num_left: dict[str, int] = {}  # tokens that a request may still emit
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
+        self._num_left[request.request_id] = max_num_emitted(self.executor.limits, request)
         self.scheduler.check_integrity()
 
     def cancel(self, request_id: str) -> None:
@@ -83,10 +85,33 @@ class Driver:
         return self._commit()
 
     def step_ahead(self) -> list[TokenEvent]:
-        """One turn of the chained loop: the next step is planned and submitted, then the older one is committed."""
-        while len(self._planned) < 2:
-            self._submit()
-        return self._commit()
+        """One turn of the chained loop of `StepRunner`: the next step is planned before the events of the last one."""
+        while len(self._planned) < 2 and self._submit():
+            pass
+        return self._commit(plans_next=True)
+
+    def plan_and_abandon(self, leave: Callable[[list[str]], None] = lambda ids: None) -> None:
+        """The next step fails before it runs; some of its requests may leave before that."""
+        step = self._plan_another()
+        leave([sequence.request_id for sequence in step.sequences])
+        self.scheduler.check_integrity()
+        self.scheduler.abandon()
+        self.scheduler.check_integrity()
+
+    def leave_in_flight(self, leave: Callable[[list[str]], None]) -> None:
+        """Let some requests of the newest step leave before anything that runs is committed, which then is."""
+        step = self._plan_another()
+        self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
+        leave([sequence.request_id for sequence in step.sequences])
+        self.scheduler.check_integrity()
+        self.land()
+
+    def _plan_another(self) -> PlannedStep:
+        if len(self._planned) == 2:
+            self._commit()
+        step = self.scheduler.plan(self.now)
+        self.scheduler.check_integrity()
+        return step
 
     def land(self) -> None:
         """Run and commit whatever is planned."""
@@ -105,14 +130,23 @@ class Driver:
         self.land()
         assert not self.scheduler.has_work, "the requests do not come to an end"
 
-    def _submit(self) -> None:
+    def _submit(self) -> bool:
+        """Returns False if the step has no rows; behind another one it is not kept then."""
         step = self.scheduler.plan(self.now)
         self.scheduler.check_integrity()
-        self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
+        if not step.sequences and self._planned:
+            self.scheduler.abandon()
+        else:
+            self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
+        return bool(step.sequences)
 
-    def _commit(self) -> list[TokenEvent]:
+    def _commit(self, *, plans_next: bool = False) -> list[TokenEvent]:
         step, handle = self._planned.pop(0)
-        events = self.scheduler.commit(step, None if handle is None else handle.result())
+        committed = self.scheduler.settle(step, None if handle is None else handle.result())
+        self.scheduler.check_integrity()
+        if plans_next and self.scheduler.has_work:
+            self._submit()
+        events = self.scheduler.events_of(committed)
         self.scheduler.check_integrity()
         self._take(events)
         return events
@@ -122,15 +156,23 @@ class Driver:
         for event in events:
             assert event.request_id not in self.finish_reasons, "an event came after the end of its request"
             self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            assert event.num_accepted <= event.num_candidates < max(1, self._num_left[event.request_id]), (
+                "drafts that could not be emitted are counted"
+            )
+            self._num_left[event.request_id] -= len(event.token_ids)
             if event.finish_reason is not None:
                 self.finish_reasons[event.request_id] = event.finish_reason
 
 
+def max_num_emitted(limits: ExecutorLimits, request: Request) -> int:
+    """Tokens that the request emits unless it stops earlier."""
+    room = min(limits.max_seq_len, limits.num_pages * limits.page_size) - len(request.prompt_token_ids)
+    return min(request.sampling.max_new_tokens, room)
+
+
 def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
     """What the request emits when it runs alone, one token at a time."""
-    limits = executor.limits
-    room = min(limits.max_seq_len, limits.num_pages * limits.page_size) - len(request.prompt_token_ids)
-    num_tokens = min(request.sampling.max_new_tokens, room)
+    num_tokens = max_num_emitted(executor.limits, request)
     rules, sampling = LogitRules.of(request), scheduled_sampling(request)
     if request.constraint is not None:
         return constrained_tokens(executor.target, request, num_tokens, sampling, rules)

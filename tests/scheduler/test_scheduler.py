@@ -156,6 +156,17 @@ def test_max_prefill_tokens_bounds_the_prompt_work_of_a_step() -> None:
     assert [batch[0][1] for batch in shapes(driver)[:3]] == [5, 5, 2]
 
 
+def test_a_bound_on_prompt_work_does_not_make_a_step_larger() -> None:
+    """Verify blocks of three requests leave less than the bound allows."""
+    driver = make_driver(make_limits(num_pages=80, max_num_tokens=20), draft_rule=always_wrong, max_prefill_tokens=18)
+    for name in "abc":
+        driver.add(make_request(name, range(4), max_new_tokens=40))
+    driver.step()
+    driver.add(make_request("d", range(18)))
+    driver.run()
+    assert max(batch.num_tokens for batch in driver.executor.batches) <= 20
+
+
 def test_requests_are_admitted_in_the_order_they_came_and_no_more_than_fit() -> None:
     driver = make_driver(make_limits(max_batch_size=2), draft_rule=always_wrong)
     for i in range(4):
@@ -290,6 +301,43 @@ def test_steps_repeat_their_rows_until_somebody_comes_or_goes(right: float, is_a
         assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
     num_repeated = sum(after.rows is before.rows for before, after in itertools.pairwise(plans))
     assert num_repeated > len(plans) // 2
+
+
+def test_steps_repeat_their_rows_while_others_wait_for_a_place() -> None:
+    limits = make_limits(max_batch_size=1, max_seq_len=200, num_pages=100)
+    driver = make_driver(limits)
+    for name in ("runs", "waits"):
+        driver.add(make_request(name, max_new_tokens=100, priority=1))
+    for _ in range(3):
+        driver.step()
+    step = driver.scheduler.plan()
+    result = driver.executor.submit(step.plan).result()
+    driver.scheduler.commit(step, result)
+    assert driver.scheduler.plan().plan.rows is step.plan.rows
+
+
+def test_logits_that_are_not_finite_end_a_request_whose_steps_repeat() -> None:
+    driver = make_driver(make_limits(max_seq_len=200, num_pages=100))
+    driver.add(make_request("r", max_new_tokens=100))
+    for _ in range(3):
+        driver.step()
+    before, step = (driver.scheduler.plan(), None)
+    driver.scheduler.commit(before, driver.executor.submit(before.plan).result())
+    step = driver.scheduler.plan()
+    assert step.plan.rows is before.plan.rows
+    result = driver.executor.submit(step.plan).result()
+    result.emitted_logprobs[0, 1] = float("nan")
+    (event,) = driver.scheduler.commit(step, result)
+    assert (event.finish_reason, len(event.token_ids)) == ("error", 1)
+
+
+def test_a_policy_may_not_choose_more_drafts_than_the_engine_makes() -> None:
+    driver = make_driver(num_draft_tokens=9)
+    request = make_request("r")
+    driver.add(request)
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+    assert {batch.num_draft_tokens for batch in driver.executor.batches} <= {0, 5}
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["plain", "chained"])

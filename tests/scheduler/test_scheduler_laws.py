@@ -17,6 +17,7 @@ from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_re
 from tests.scheduler.toy_constraint import ToyConstraint
 
 LENGTHS, ONE_IN = st.integers(1, 20), st.sampled_from([2, 3, 8])
+HOW_TO_LEAVE = st.sampled_from(["not at all", "cancel", "preempt", "preempt and cancel", "pause"])
 
 
 class AnyK:
@@ -40,10 +41,11 @@ class ServingMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 3, 4]),
         max_num_tokens=st.integers(4, 20),
         max_draft_len=st.integers(0, 5),
-        enable_prefix_caching=st.booleans(),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
         num_snapshots=st.sampled_from([None, 0, 1, 3]),
         windows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 8)), max_size=2),
         preempts_for_priority=st.booleans(),
+        max_prefill_tokens=st.sampled_from([None, None, 3, 30]),
         max_queue_len=st.sampled_from([None, 3]),
         is_ahead=st.booleans(),
         right=st.sampled_from([0.0, 0.6, 1.0]),
@@ -58,6 +60,7 @@ class ServingMachine(RuleBasedStateMachine):
         num_snapshots: int | None,
         windows: list[tuple[int, int]],
         preempts_for_priority: bool,
+        max_prefill_tokens: int | None,
         max_queue_len: int | None,
         is_ahead: bool,
         right: float,
@@ -77,6 +80,7 @@ class ServingMachine(RuleBasedStateMachine):
         config = SchedulerConfig(
             enable_prefix_caching=enable_prefix_caching,
             preempts_for_priority=preempts_for_priority,
+            max_prefill_tokens=max_prefill_tokens,
             max_queue_len=max_queue_len,
             max_paused_s=None,
         )
@@ -104,7 +108,17 @@ class ServingMachine(RuleBasedStateMachine):
     def add(self, shared: int, num_shared: int, own: list[int], **fields: Any) -> None:
         capacity = min(40, self.driver.executor.limits.num_pages * self.driver.executor.limits.page_size)
         prompt = ([shared] * num_shared + own)[: capacity - 1] or [0]
-        request = make_request(f"r{len(self.requests)}", prompt, **fields)
+        self._add(make_request(f"r{len(self.requests)}", prompt, **fields))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 2))
+    def add_again(self, data: st.DataObject, count: int) -> None:
+        """The same prompt at once, or while or after it is computed."""
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        for _ in range(count):
+            self._add(replace(request, request_id=f"r{len(self.requests)}"))
+
+    def _add(self, request: Request) -> None:
         try:
             self.driver.add(request)
         except QueueFullError:
@@ -148,6 +162,25 @@ class ServingMachine(RuleBasedStateMachine):
         else:
             self.driver.scheduler.pause(request_id)
 
+    @rule(data=st.data(), how=HOW_TO_LEAVE, is_abandoned=st.booleans())
+    def leave_in_flight(self, data: st.DataObject, how: str, is_abandoned: bool) -> None:
+        """A request of the newest step leaves before that step is committed, or dropped because it did not run."""
+
+        def leave(request_ids: list[str]) -> None:
+            if request_ids:
+                self._leave(data.draw(st.sampled_from(request_ids)), how)
+
+        (self.driver.plan_and_abandon if is_abandoned else self.driver.leave_in_flight)(leave)
+
+    def _leave(self, request_id: str, how: str) -> None:
+        if "preempt" in how:
+            self.driver.scheduler.preempt(request_id)
+        if "cancel" in how:
+            self.cut_short.add(request_id)
+            self.driver.cancel(request_id)
+        if how == "pause":
+            self.driver.scheduler.pause(request_id)
+
     @invariant()
     def is_sound(self) -> None:
         if hasattr(self, "driver"):
@@ -176,6 +209,16 @@ class ServingMachine(RuleBasedStateMachine):
                 assert (reason == "stop") == (tokens[-1] in request.stop_token_ids or is_complete)
             else:
                 assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
+        counts, verified = self.driver.scheduler.statistics(), [e for e in self.driver.events if e.num_candidates]
+        assert counts.num_draft_tokens == sum(event.num_candidates for event in verified)
+        reached = [0.0] * len(counts.acceptance_by_position)
+        accepted = reached.copy()
+        for event in verified:
+            for position in range(min(event.num_accepted + 1, event.num_candidates)):
+                reached[position] += 1
+                accepted[position] += position < event.num_accepted
+        rates = tuple(a / r if r else None for a, r in zip(accepted, reached, strict=True))
+        assert counts.acceptance_by_position == rates
         assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"
         assert self.driver.scheduler.num_window_pages_in_use == 0, "pages of windows leaked"
         assert self.driver.scheduler.num_snapshots_in_use == 0, "snapshots leaked"

@@ -1,6 +1,7 @@
 """Prefixes found computed, what the scheduler counts, and its settings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,18 @@ def test_a_preempted_request_finds_what_it_computed() -> None:
     assert driver.executor.batches[-1].requests[0].context_len == 12
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_another_sample_begins_as_soon_as_the_pages_that_it_can_share_are_there() -> None:
+    """One page of a prompt of two: the last token is computed by everybody."""
+    driver = make_driver(max_prefill_tokens=6)
+    first = make_request("first", range(8))
+    driver.add(first)
+    driver.add(replace(first, request_id="second", shares_prompt_of="first"))
+    driver.step()
+    driver.step()
+    rows = [[(row.request_id, row.context_len) for row in batch.requests] for batch in driver.executor.batches]
+    assert rows == [[("first", 0)], [("first", 6), ("second", 4)]]
 
 
 # Statistics and settings

@@ -178,7 +178,70 @@ def test_a_request_never_holds_more_pages_than_its_longest_text_needs() -> None:
         assert most == 3 + is_ahead
 
 
+def test_a_request_that_ends_while_a_step_runs_from_before_its_preemption_ends_once() -> None:
+    driver = make_driver()
+    driver.add(make_request("r"))
+    driver.step()
+    driver.leave_in_flight(lambda ids: (driver.scheduler.preempt("r"), driver.cancel("r")))
+    assert driver.finish_reasons == {"r": "cancelled"}
+    assert not driver.scheduler.has_work
+
+
+@pytest.mark.parametrize("max_new_tokens", [10, 13])
+def test_both_rows_of_a_request_sent_back_while_two_steps_run_count(max_new_tokens: int) -> None:
+    """It waits for the newer step, and no token goes beyond its length."""
+    driver = make_driver()
+    request = make_request("r", max_new_tokens=max_new_tokens)
+    driver.add(request)
+    driver.step()
+    first = driver.scheduler.plan()
+    second = driver.scheduler.plan()
+    results = [driver.executor.submit(step.plan).result() for step in (first, second)]
+    assert len(first.sequences) == len(second.sequences) == 1
+    driver.scheduler.preempt("r")
+    driver._take(driver.scheduler.commit(first, results[0]))
+    third = driver.scheduler.plan()
+    assert third.sequences == []
+    driver._take(driver.scheduler.commit(second, results[1]))
+    driver.scheduler.commit(third, None)
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_a_request_sent_back_while_its_step_is_planned_runs_again_if_that_step_does_not() -> None:
+    driver = make_driver()
+    request = make_request("r")
+    driver.add(request)
+    driver.step()
+    driver.plan_and_abandon(lambda ids: driver.scheduler.preempt("r"))
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_pages_of_a_lost_device_are_found_by_nobody() -> None:
+    driver = make_driver()
+    for name in ("before", "runs"):
+        driver.add(make_request(name, range(12)))
+        driver.step()
+    driver.scheduler.lose_device("gone")
+    statistics = driver.scheduler.statistics()
+    assert (statistics.num_pages_kept_now, statistics.num_finished) == (0, {"error": 2})
+
+
 # Order
+
+
+def test_pages_that_requests_of_higher_priority_share_free_nothing() -> None:
+    """Sending "low" back would give one page, not four, and "middle" may not be sent back at all."""
+    driver = make_driver(make_limits(num_pages=8), draft_rule=always_wrong)
+    driver.add(make_request("middle", range(12), priority=1, max_new_tokens=4))
+    driver.step()
+    driver.add(make_request("low", range(12), max_new_tokens=4))
+    driver.step()
+    driver.add(make_request("high", range(50, 66), priority=1))
+    driver.step()
+    assert request_ids(driver)[-1] == ["middle", "low"]
+    assert driver.scheduler.statistics().num_preemptions == 0
 
 
 def test_a_request_of_higher_priority_pushes_out_the_least_important_one_only() -> None:

@@ -62,15 +62,19 @@ def test_rules_come_with_all_tokens_and_are_cleared_for_the_next_request() -> No
     assert (update.slot, update.rules) == (0, None)
 
 
-def test_updates_of_an_abandoned_step_come_with_the_next_one_and_before_its_own() -> None:
+def test_updates_of_abandoned_steps_come_with_the_next_one_in_their_order() -> None:
     driver = make_driver(make_limits(max_batch_size=2))
     scheduler = Recording(driver)
-    requests = [make_request(name, repetition_penalty=2.0) for name in ("a", "b")]
+    requests = [
+        make_request(name, (1, 2, 3, tail), repetition_penalty=2.0 + tail) for name, tail in (("a", 4), ("b", 5))
+    ]
     driver.add(requests[0])
     scheduler.plan()
-    scheduler.abandon()
     scheduler.cancel("a")
     driver.add(requests[1])
+    scheduler.plan()
+    scheduler.abandon()
+    scheduler.abandon()
     scheduler.updates()
     driver.step()
     first, second = scheduler.updates()

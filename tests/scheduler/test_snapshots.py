@@ -34,7 +34,8 @@ def run(driver: Driver, name: str, prompt: list[int], *, ahead: bool = False) ->
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("length", "hit"), [(1, 0), (PAGE_SIZE, 0), (PAGE_SIZE + 1, 4), (2 * PAGE_SIZE + 1, 8), (30, 28)]
+    ("length", "hit"),
+    [(1, 0), (PAGE_SIZE, 0), (PAGE_SIZE + 1, 4), (2 * PAGE_SIZE, 4), (2 * PAGE_SIZE + 1, 8), (30, 28)],
 )
 def test_a_prompt_is_found_again_up_to_its_last_full_page(length: int, hit: int, ahead: bool) -> None:
     driver = make_recurrent(2)
@@ -63,6 +64,45 @@ def test_without_snapshots_every_prompt_is_computed_in_full_and_in_one_chunk() -
     driver = make_recurrent(0)
     assert [run(driver, name, SYSTEM) for name in "ab"] == [0, 0]
     assert [len(batch.requests[0].token_ids) for batch in driver.executor.batches].count(len(SYSTEM)) == 2
+    assert driver.scheduler.statistics().num_pages_kept_now == 0, "pages that no request can begin behind"
+
+
+def test_the_same_prompt_twice_at_once_keeps_one_snapshot() -> None:
+    driver = make_recurrent(2, num_pages=40)
+    for name in "ab":
+        driver.add(make_request(name, SYSTEM))
+    driver.run()
+    assert driver.scheduler.num_snapshots_in_use == 0
+    assert driver.scheduler._request_pool.store.snapshots.num_kept == 1
+    assert run(driver, "c", SYSTEM) == 8
+
+
+@pytest.mark.parametrize("leave", ["cancel", "preempt", "pause"])
+def test_a_request_that_leaves_before_its_first_step_is_over_holds_no_snapshot(leave: str) -> None:
+    driver = make_recurrent(1)
+    run(driver, "a", SYSTEM)
+    driver.add(make_request("b", SYSTEM))
+    step = driver.scheduler.plan()
+    assert driver.scheduler.num_snapshots_in_use == 1
+    getattr(driver.scheduler, leave)("b")
+    assert driver.scheduler.num_snapshots_in_use == 0
+    driver.scheduler.commit(step, driver.executor.submit(step.plan).result())
+    driver.cancel("b")
+    assert run(driver, "c", SYSTEM) == 8
+
+
+def test_a_step_that_did_not_run_leaves_the_snapshots_of_the_one_that_runs() -> None:
+    """Chunks end at 8 and 16, where the prompts part and where this one's last page ends."""
+    driver = make_recurrent(4, num_pages=40, max_num_tokens=8)
+    run(driver, "a", SYSTEM + [1] * 9)
+    driver.add(make_request("b", SYSTEM + [2] * 9))
+    first = driver.scheduler.plan()
+    result = driver.executor.submit(first.plan).result()
+    assert len(driver.scheduler.plan().plan.saves.slots) == 1
+    driver.scheduler.abandon()
+    driver._take(driver.scheduler.commit(first, result))
+    driver.run()
+    assert run(driver, "c", SYSTEM + [3] * 9) == 8
 
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:

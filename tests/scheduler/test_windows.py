@@ -6,6 +6,7 @@ import pytest
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.executor.fake import always_wrong
 from dflash_trt.executor.idle import IdleExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.window_pages import WindowPages
@@ -98,6 +99,40 @@ def test_requests_that_outgrow_their_window_run_together_where_one_table_would_h
     assert max(num_running) == 3
     assert driver.scheduler._request_pool.num_preemptions == 0, "no window is a reason to preempt"
     assert set(driver.finish_reasons.values()) == {"length"}
+
+
+def test_a_request_of_higher_priority_takes_the_window_of_another() -> None:
+    driver = make_driver(windowed(6))  # of one request
+    driver.add(make_request("low", range(20), max_new_tokens=20))
+    driver.step()
+    driver.add(make_request("high", range(40, 60), priority=1))
+    driver.step()
+    assert [row.request_id for row in driver.executor.batches[-1].requests] == ["high"]
+
+
+def test_pages_of_an_answer_make_room_before_those_of_its_prompt() -> None:
+    """The window passes all pages of a prompt of 18 tokens, 16 of them full, and some of the answer."""
+    driver = make_driver(windowed(14), draft_rule=always_wrong)
+    [window] = driver.scheduler._request_pool.store.windows
+    request = make_request("one", range(18), max_new_tokens=40)
+    driver.add(request)
+    while len(driver.tokens.get("one", ())) < 34:
+        driver.step()
+    path = driver.scheduler._request_pool.find("one").prefix_path
+    idle = [index for index, node in enumerate(path) if node.window_pages[0] in window._idle]
+    order = sorted(idle, key=lambda index: list(window._idle).index(path[index].window_pages[0]))
+    num_of_answer = sum(index >= 4 for index in idle)
+    assert num_of_answer > 1 and set(range(4)) <= set(idle)
+    assert all(index >= 4 for index in order[:num_of_answer])
+
+
+def test_the_prompt_that_a_window_has_passed_is_found_before_its_events_are_told() -> None:
+    """The loop plans a step before it tells the events of the one before: pages leave a window only once cached."""
+    driver = make_driver(windowed(12))
+    run_one(driver, "first", PROMPT)
+    run_one(driver, "second", (*PROMPT[:13], 99, 98))
+    statistics = {event.request_id: event.statistics for event in driver.events if event.statistics is not None}
+    assert statistics["second"].num_prefix_hit_tokens == 12
 
 
 def test_a_group_that_holds_no_request_is_refused() -> None:
