@@ -28,6 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     limits = {"page_size": 4, "max_seq_len": 96, "max_num_tokens": 16, "max_batch_size": 16}
     build(root, root / "engine", drafter="drafter", **limits)
     build(root, root / "narrow", drafter="drafter", draft_window=9, **limits)
+    build(root, root / "two ranks", drafter="drafter", tp_size=2, **limits)
     build(root, root / "alone", **limits)
     return root
 
@@ -49,13 +50,14 @@ def test_a_window_of_the_build_narrows_every_layer(root: Path) -> None:
 def test_the_same_window_of_the_run_bounds_the_pages_and_changes_no_token(root: Path) -> None:
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     texts, pages = [], []
-    for name, window in (("engine", None), ("engine", 9), ("narrow", None)):
+    for name, window in (("engine", None), ("engine", 9), ("narrow", None), ("two ranks", 9)):
         with LLM(root / name, draft_window=window, device="cpu", kv_cache_bytes=1 << 20) as llm:
             texts.append(llm.generate(PROMPT, sampling).token_ids)
             pages.append(llm.page_plan)
-    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) > 2
+    assert texts[0] == texts[1] == texts[2] == texts[3] and len(set(texts[0])) > 2
     assert pages[0].page_windows == () and pages[1] == pages[2]
     assert [group.window for group in pages[1].page_windows] == [9]
+    assert [group.window for group in pages[3].page_windows] == [9]
     assert pages[1].num_full_sequences > pages[0].num_full_sequences
 
 

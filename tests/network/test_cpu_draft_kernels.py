@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.torch.dflash2 import most_likely
 from dflash_trt.backends.torch.native.build import instruction_sets, library_path
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
@@ -98,6 +99,18 @@ def test_ties_nan_and_infinities_choose_the_candidates_that_pytorch_chooses(kern
     expected = selected(make_ops(None), logits, 6)
     assert selected(make_ops(kernels), logits, 6) == expected
     assert all(0 <= token < VOCAB for row in selected(make_ops(kernels), logits, 6) for token in row)
+
+
+def test_the_candidates_are_those_of_pytorch_to_the_last_tie(kernels: CpuKernels) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(40, VOCAB).mul(2).round()
+    logits[0, ::2], logits[1], logits[2] = torch.nan, torch.nan, 0.0
+    for top_k in (1, 5, 16):
+        scores, tokens = torch.empty(40, top_k), torch.empty(40, top_k, dtype=torch.int32)
+        kernels.candidates(logits.data_ptr(), *logits.shape, top_k, scores.data_ptr(), tokens.data_ptr())
+        expected = most_likely(logits, top_k)
+        assert torch.equal(tokens.long(), expected)
+        assert torch.equal(scores, logits.nan_to_num(-torch.inf, neginf=-torch.inf).gather(1, expected))
 
 
 def test_a_step_without_requests_that_sample_has_no_noise(kernels: CpuKernels) -> None:

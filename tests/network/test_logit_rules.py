@@ -107,8 +107,9 @@ def test_a_word_is_banned_only_behind_all_of_its_tokens_and_not_before_the_text(
         assert set(scores[0].isinf().nonzero()[:, 0].tolist()) == banned, tokens
 
 
-def test_ids_beyond_the_vocabulary_are_ignored() -> None:
-    rules = LogitRules.of(make_request(min_tokens=3, logit_bias={1: 1.0, VOCAB_SIZE + 5: 9.0}))
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_ids_beyond_the_vocabulary_are_ignored(beyond: int) -> None:
+    rules = LogitRules.of(make_request(min_tokens=3, logit_bias={1: 1.0, VOCAB_SIZE + beyond: 9.0}))
     assert rules is not None
     scores = torch.zeros(1, VOCAB_SIZE)
     adjust_scores(scores, rules, np.array(PROMPT), np.array([len(PROMPT)]))

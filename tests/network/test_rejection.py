@@ -126,6 +126,29 @@ def test_a_draft_is_accepted_as_often_as_the_two_distributions_agree(filters: di
         assert shared < agreed - 8 * deviation
 
 
+def test_requests_with_and_without_a_seed_of_their_own_share_a_step() -> None:
+    """The tokens and drafts of either kind are those of a step of that kind alone."""
+    num_requests = 200
+    alone = {stream: run_step({}, draft_stream=stream, num_requests=num_requests) for stream in (TOKENS, DRAFTS)}
+    is_apart = torch.arange(num_requests) % 2 == 1
+    drafts = torch.where(is_apart[:, None], alone[DRAFTS].proposal.tokens, alone[TOKENS].proposal.tokens)
+    samplings = [
+        StepSampling(temperature=TEMPERATURE, seed=seed, draft_stream=DRAFTS if seed % 2 else TOKENS)
+        for seed in range(num_requests)
+    ]
+    inputs = verify_inputs(samplings, drafts)
+    before: Any = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, inputs.context_lens))
+    before = replace(before, next_context_lens=verify_inputs(samplings, torch.zeros_like(drafts)).context_lens)
+    proposal = draft_tokens(DRAFTER.repeat(num_requests, 1), inputs, before, None, num_choices=NUM_CHOICES)
+    assert torch.equal(proposal.tokens, drafts)
+    inputs = replace(inputs, choices=proposal.choices, chances=proposal.chances)
+    found = sample_and_accept(TARGET.repeat(num_requests, 1), inputs)
+    for name in ("emitted_tokens", "num_accepted"):
+        apart, shared = (getattr(alone[stream].acceptance, name) for stream in (DRAFTS, TOKENS))
+        assert torch.equal(getattr(found, name)[is_apart], apart[is_apart])
+        assert torch.equal(getattr(found, name)[~is_apart], shared[~is_apart])
+
+
 def test_drafts_follow_the_drafters_choices() -> None:
     step = run_step({})
     assert step.proposal.choices is not None and step.proposal.chances is not None

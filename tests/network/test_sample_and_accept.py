@@ -56,15 +56,17 @@ def accept(logits: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> Acceptance
     return sample_and_accept(logits[inputs.logit_rows.flatten().long()], inputs)
 
 
-def test_a_draw_is_that_of_the_position_its_token_will_have() -> None:
+@pytest.mark.parametrize("shift", [0, 2**16, 2**20])
+def test_a_draw_is_that_of_the_position_its_token_will_have(shift: int) -> None:
     """All tokens are equally likely, so that the token is the one with the smallest random word."""
     seeds = [5, 2**40 + 1]
     inputs = step_inputs(
         [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], context_lens=[0, 100], num_candidates=[3, 3], temperature=0.7, seeds=seeds
     )
+    inputs.positions.add_(shift)
     emitted = accept(torch.zeros(10, VOCAB_SIZE), inputs).emitted_tokens
     for request, anchor in enumerate((0, 102)):  # the second request's first two rows are prompt
-        positions = anchor + 1 + torch.arange(WIDTH)  # of the tokens after the anchor and after each draft
+        positions = shift + anchor + 1 + torch.arange(WIDTH)  # of the tokens after the anchor and after each draft
         words = token_words(torch.full_like(positions, seeds[request]), positions, VOCAB_SIZE)
         assert emitted[request].tolist() == words.argmin(dim=1).tolist()  # -log(-log(1 - v)) falls with the word
 

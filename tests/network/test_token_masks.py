@@ -97,3 +97,18 @@ def test_a_draft_is_accepted_only_if_the_masked_target_gives_it() -> None:
     assert free.num_accepted.tolist() == [3]
     masked = sample_and_accept(logits, inputs, masks=masks_of([0, 1], [[5, 6], [6]]))
     assert masked.num_accepted.tolist() == [1] and masked.emitted_tokens[0, :2].tolist() == [5, 6]
+
+
+def test_a_mask_holds_for_scores_that_rules_have_adjusted() -> None:
+    """A penalty on the token that the mask and the logits like best leaves the next one."""
+    logits = torch.zeros(WIDTH, VOCAB_SIZE)
+    logits[:, 5], logits[:, 6] = 3.0, 2.0
+    inputs = step_inputs([[3]], context_lens=[5], num_candidates=[0])
+
+    def penalize(scores: torch.Tensor) -> None:
+        scores[:, 5] -= 2.0
+
+    masks = masks_of([0], [[4, 5, 6]])
+    assert sample_and_accept(logits, inputs, masks=masks).emitted_tokens[0, 0] == 5
+    assert sample_and_accept(logits, inputs, penalize, masks).emitted_tokens[0, 0] == 6
+    assert sample_and_accept(logits, inputs, penalize, masks_of([0], [[4, 5]])).emitted_tokens[0, 0] == 5
