@@ -8,25 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.backends.tensorrt_llm.constraints import EXPORTED, drafter_problems
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError, ConfigError, EngineDirError
-from dflash_trt.core.frozen import Frozen
-from dflash_trt.core.model.decoder import LayerSpec
-from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
-from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.eagle3 import EagleChain
-from dflash_trt.core.model.feed_forward import Dense
-from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from dflash_trt.serving.llm import LLM
 from tests.checkpoint.expert_files import to_mxfp4
 from tests.checkpoint.test_fp8_checkpoints import write_blocks
-from tests.dflash2_files import make_dflash2_drafter
 from tests.factories import edit_json, make_speculators_drafter, make_target, make_zlab_drafter, read_json
 
 PROMPT = [5, 17, 80, 33, 9, 200, 41]
@@ -169,70 +160,6 @@ def test_a_drafter_that_would_draft_badly_is_refused(
     with pytest.raises(BuildError) as raised:
         exported(base, tmp_path / "engine", drafter=str(tmp_path / "odd"))
     assert message in str(raised.value)
-
-
-def test_a_dflash2_drafter_is_refused_with_the_parts_that_would_be_ignored(base: Path, tmp_path: Path) -> None:
-    drafter = make_dflash2_drafter(tmp_path / "second", target_dir=base / "target", dtype=torch.bfloat16, window=None)
-    with pytest.raises(BuildError) as raised:
-        exported(base, tmp_path / "engine", drafter=str(drafter))
-    for field in ("algorithm: expected dflash", "conv: expected None", "selector: expected None"):
-        assert f"drafter {field}, for TensorRT-LLM would ignore it" in str(raised.value)
-    assert not (tmp_path / "engine").exists()
-
-
-# A value of each field that TensorRT-LLM would ignore. A new field of a drafter belongs here, or to `EXPORTED` with
-# what carries it to TensorRT-LLM.
-REFUSED_FIELDS: dict[type[Frozen], dict[str, Any]] = {
-    DraftSpec: {
-        "algorithm": "dflash2",
-        "conv": BlockConv(kernel_size=2, group_size=8),
-        "selector": CandidateSelector(rank=4, top_k=4),
-        "chain": EagleChain(),
-    },
-    LayerSpec: {"has_post_norms": True, "has_output_scale": True, "per_layer_size": 8},
-    Gqa: {
-        "rotary_dim": 4,
-        "scale": 0.5,
-        "softcap": 30.0,
-        "temperature": QueryTemperature(scale=0.1, interval=8),
-        "has_joint_qk_norm": True,
-        "has_sinks": True,
-        "has_output_gate": True,
-        "has_v_norm": True,
-        "has_v_proj": False,
-        "shares_kv_with": 0,
-    },
-    AttentionMask: {"chunk": 8, "first_key": 1},
-    Dense: {"activation": "gelu_tanh", "has_bias": True},
-}
-
-
-def test_every_field_of_a_drafter_is_exported_or_refused_by_name(base: Path) -> None:
-    draft = open_pair(base / "target", base / "drafter").draft
-    assert draft is not None
-    assert list(drafter_problems(draft)) == []
-    assert set(EXPORTED) == set(REFUSED_FIELDS)
-    for kind, refused in REFUSED_FIELDS.items():
-        assert set(refused) | EXPORTED[kind] == set(kind.model_fields) and not set(refused) & EXPORTED[kind]
-        for name, value in refused.items():
-            problems = list(drafter_problems(changed(draft, kind, {name: value})))
-            assert any(f" {name}: expected" in line and "would ignore it" in line for line in problems), (
-                name,
-                problems,
-            )
-    odd = changed(draft, LayerSpec, {"feed_forward": BlockConv(kernel_size=2, group_size=8)})
-    assert "drafter layer 1 feed_forward: expected one of AttentionMask, Dense" in "".join(drafter_problems(odd))
-
-
-def changed(spec: Any, kind: type[Frozen], update: dict[str, Any]) -> Any:
-    """`spec` with other fields, unchecked, in the last of its parts of this kind."""
-    if isinstance(spec, kind):
-        return spec.model_copy(update=update)
-    parts = {DraftSpec: "layers", LayerSpec: "feed_forward" if kind is Dense else "mixer", Gqa: "mask"}
-    name = parts[type(spec)]
-    part = getattr(spec, name)
-    inner = (*part[:-1], changed(part[-1], kind, update)) if name == "layers" else changed(part, kind, update)
-    return spec.model_copy(update={name: inner})
 
 
 def test_a_drafter_with_a_head_of_its_own_is_refused(base: Path, tmp_path: Path) -> None:

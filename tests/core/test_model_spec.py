@@ -56,7 +56,7 @@ def test_a_size_is_a_positive_int32(name: str, value: int) -> None:
     ]
     + [
         ({"rope": YARN | {"original_max_position_embeddings": None}}, "rope"),
-        ({"rope": YARN | {"beta_slow": 32.0}}, "rope"),
+        ({"rope": YARN | {"beta_slow": 32.5}}, "rope"),
         ({"rope": {"theta": 1e4, "scaling": "llama3", "original_max_position_embeddings": 8}}, "rope"),
         ({"masks": ()}, "layers"),
         ({"masks": ({},) * 1001}, "layers"),

@@ -124,7 +124,7 @@ def test_logits_are_those_of_transformers_and_of_nothing_else(tmp_path: Path) ->
         {"attention_chunk_size": 512},
         {"attn_temperature_tuning": False},
         {"use_qk_norm": False},
-        {"no_rope_layers": [1] * 4},
+        {"no_rope_layers": [1] * 4, "layer_types": ["chunked_attention"] * 4},
     ):
         edit_json(target / "config.json", **changed)
         other = make_executor(target).target_logits(tokens)
