@@ -516,6 +516,23 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1"]) == {"engine_dir"}
 
 
+def test_a_replica_has_a_gpu_for_each_of_its_ranks(target, drafter, tmp_path, invoke, monkeypatch) -> None:
+    engine = tmp_path / "engine"
+    words = ["--target", target, "--drafter", drafter, "-o", engine, "--max-seq-len", "96", "--tp-size", "2"]
+    assert invoke("build", *words).exit_code == 0
+    supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
+    monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
+    for gpus, groups in (("1,0", ((1, 0),)), ("3,1,0,2", ((3, 1), (0, 2)))):
+        assert invoke("serve", engine, "--gpus", gpus).stderr == "error: recorded\n"
+        service = supervisor.arguments["service"]
+        assert (service.gpus, service.num_replicas, service.worker.num_replicas) == (groups, len(groups), len(groups))
+        mode = "kv" if len(groups) > 1 else "round-robin"
+        assert service.frontend_arguments == ("--router-mode", mode, "--migration-limit", "0")
+    refused = invoke("serve", engine, "--gpus", "0,1,2")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--gpus: expected distinct indices, 2 for each replica, found 0,1,2" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -9,6 +9,7 @@ from psutil import virtual_memory
 
 from dflash_trt.backends import machine as machines
 from dflash_trt.checkpoint.specs import read_specs
+from dflash_trt.cli.recipes import fits
 from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.known_pairs import pair_of_drafter
@@ -124,3 +125,20 @@ def test_without_a_gpu_the_memory_of_the_host_counts(invoke: Invoke) -> None:
     if machine.capability is None:
         assert machine.memory_bytes <= virtual_memory().total
         assert "no GPU" in printed
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_devices", "memory_gib", "answer"),
+    [
+        ((9, 0), 1, 100, "no, 2 ranks for 1 GPUs"),
+        ((9, 0), 2, 9, "yes"),
+        ((9, 0), 2, 8, "no, 8.0 GiB of memory"),  # as much as the weights
+        (None, 1, 9, "no, 9.0 GiB of memory"),  # all ranks are on the host
+        (None, 1, 17, "yes"),
+    ],
+)
+def test_ranks_share_the_weights_where_each_has_a_device(capability, num_devices, memory_gib, answer) -> None:
+    recipe = Recipe(name="two", format="bfloat16", weights_gib=16)
+    config = BuildConfig(target="t", drafter="d", tp_size=2)
+    machine = machines.Machine(name="m", memory_bytes=memory_gib * GIB, num_devices=num_devices, capability=capability)
+    assert fits(recipe, config, machine) == answer

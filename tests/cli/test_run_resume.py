@@ -136,12 +136,16 @@ def test_every_cut_of_the_partial_file_resumes_to_the_same_results(case: Case, i
     assert len(ends) == 6  # the settings and four rows
     for cut in (0, 9, ends[1] - 1, ends[1], ends[2] - 1, ends[3] + 40, ends[5] - 1):
         case.partial.write_bytes(whole[:cut])
+        case.output.unlink(missing_ok=True)
         result = case.run("--resume")
         num_kept = max(0, sum(end <= cut for end in ends[1:]) - 1)
         assert f"{num_kept} of 6 rows have a result" in result.stderr
+        assert result.exit_code == 3  # the row that is refused
         assert case.results() == expected
     case.partial.write_bytes(whole + b"\0" * 4096)  # what a file system may leave after a power cut
-    assert "4 of 6 rows have a result" in case.run("--resume").stderr
+    case.output.unlink()
+    result = case.run("--resume")
+    assert result.exit_code == 3 and "4 of 6 rows have a result" in result.stderr
     assert case.results() == expected
 
 

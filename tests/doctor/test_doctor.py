@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.doctor import machine
-from dflash_trt.doctor.report import TITLES, make_report, run_probes
+from dflash_trt.doctor.report import TITLES, _without_secrets, make_report, run_probes
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 
 TOKEN = "hf_abcdefghijklmnop"
@@ -133,3 +133,12 @@ def test_all_of_modelopt_is_imported_if_asked_for(fake_module, tmp_path) -> None
     quick, full = run_probes(("quantization", "full_quantization"), 20.0)
     assert quick["works"]
     assert full == {"name": "full_quantization", "works": False, "detail": "no onnx"}
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "api_key", "A_SECRET", "PGPASSWORD", "AWS_CREDENTIALS"])
+def test_values_of_variables_that_hold_secrets_are_left_out(monkeypatch, name) -> None:
+    monkeypatch.setenv(name, 'six"66')
+    monkeypatch.setenv("PLAIN", "visible")
+    assert _without_secrets(json.dumps('six"66 visible')) == '"*** visible"'
+    monkeypatch.setenv(name, "short")  # a value like 1 or true stands everywhere
+    assert _without_secrets("short") == "short"

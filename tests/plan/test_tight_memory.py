@@ -1,6 +1,7 @@
-"""Plans of a hybrid where memory is short: its slots need room besides its pages."""
+"""Plans where memory is short: slots of a hybrid need room besides its pages, windows count as pages do."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.planning import EnginePlan, plan_engine
+from dflash_trt.plan.rank_memory import _logit_columns
 from tests.factories import make_target, make_zlab_drafter
 
 
@@ -18,8 +20,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> PairSpecs:
     return read_specs(target, make_zlab_drafter(base / "drafter", target_dir=target, max_position_embeddings=2**18))
 
 
-def planned(pair: PairSpecs, memory_bytes: int, max_seq_len: int) -> EnginePlan:
-    config = BuildConfig(target="t", drafter="d", max_seq_len=max_seq_len, max_batch_size=4, max_num_tokens=256)
+def planned(pair: PairSpecs, memory_bytes: int, max_seq_len: int, **options: Any) -> EnginePlan:
+    config = BuildConfig(
+        target="t", drafter="d", max_seq_len=max_seq_len, max_batch_size=4, max_num_tokens=256, **options
+    )
     return plan_engine(config, pair, replace(gpu_of("h200"), memory_bytes=memory_bytes))
 
 
@@ -36,3 +40,29 @@ def test_what_a_hybrid_lacks_is_what_it_needs_besides(hybrid: PairSpecs, max_seq
     enough_bytes = short.gpu.memory_bytes + short.missing_bytes
     assert has_room(planned(hybrid, enough_bytes, max_seq_len))
     assert not has_room(planned(hybrid, enough_bytes - 16384, max_seq_len))
+
+
+def test_only_engines_with_snapshots_plan_them(hybrid: PairSpecs) -> None:
+    torch, tensorrt = (planned(hybrid, 2**40, 256, backend=name).pages for name in ("torch", "tensorrt"))
+    assert torch is not None and tensorrt is not None
+    assert (torch.num_snapshots > 0, tensorrt.num_snapshots, tensorrt.snapshot_bytes) == (True, 0, 0)
+
+
+def test_requests_run_together_that_have_pages_and_windows(tmp_path) -> None:
+    """Short requests need few pages, and as much of their windows as long ones."""
+    target = make_target(tmp_path / "target", family="gpt_oss", tokenizer=False, max_position_embeddings=2**18)
+    drafter = make_zlab_drafter(
+        tmp_path / "drafter", target_dir=target, attention_bias=True, max_position_embeddings=2**18
+    )
+    pair = read_specs(target, drafter)
+    roomy = planned(pair, 2**40, 2**18)
+    assert roomy.pages is not None and roomy.pages.page_windows
+    needed = roomy.sequence_bytes / roomy.free_fraction + roomy.memory.before_pages_bytes
+    plan = planned(pair, int(needed) + 4096, 2**18)
+    assert plan.pages is not None and plan.pages.num_windows < 4
+    assert plan.max_requests(100) == plan.pages.num_windows
+    assert plan.max_requests(2**18) == 1 and roomy.max_requests(100) == 4
+
+
+def test_ranks_hold_their_logits_and_those_of_all() -> None:
+    assert [_logit_columns(1000, num_ranks) for num_ranks in (1, 2, 4)] == [1000, 2000, 1500]

@@ -296,3 +296,15 @@ def test_an_engine_that_cannot_be_opened_again_says_why_to_everybody(overlaps: b
     with pytest.raises(RequestError, match=r"expected one that runs, found the device is lost: .*illegal"):
         loop.submit(make_request("next"))
     loop.close()
+
+
+def test_an_engine_opened_again_with_other_limits_serves_no_more() -> None:
+    """What waits was admitted, and its pages counted, by the limits of before."""
+    loop = EngineLoop(Mortal(num_steps=1), reopen=lambda: make_executor(replace(ROOMY, num_pages=ROOMY.num_pages - 1)))
+    stream = loop.submit(make_request("r", max_new_tokens=40))
+    logging.disable(logging.CRITICAL)
+    run(loop)
+    logging.disable(logging.NOTSET)
+    assert stream.result().finish_reason == "error"
+    assert loop.failure is not None and "opened again, its limits are" in loop.failure
+    loop.close()

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from dflash_trt.core.errors import QueueFullError, RequestError
-from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.sampling import MAX_SAMPLES, sample_seed
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.samples import samples_of
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import GatedExecutor, make_executor, make_generator, make_loop, until
 from tests.serving.engines import run as run_loop
@@ -162,3 +163,14 @@ def _without_thread(loop: object) -> Generator:
     """For a test that takes the steps."""
     loop.start = lambda: None  # type: ignore[attr-defined]
     return Generator(loop, vocab_size=420)  # type: ignore[arg-type]
+
+
+def test_the_samples_of_a_request_differ_in_what_makes_them_samples_alone() -> None:
+    sampling = replace(SAMPLED, n=3, prompt_logprobs=2)
+    request = Request(request_id="r", prompt_token_ids=tuple(PROMPT), sampling=sampling, seed=5)
+    first, *others = samples_of(request)
+    assert first == request
+    of_samples = replace(sampling, prompt_logprobs=None)
+    for index, other in enumerate(others, start=1):
+        own = {"request_id": f"r/{index}", "sample_index": index, "shares_prompt_of": "r"}
+        assert other == replace(first, sampling=of_samples, seed=sample_seed(5, index), **own)

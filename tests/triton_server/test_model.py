@@ -17,10 +17,11 @@ import pytest
 
 from dflash_trt.cli.deploy import deploy
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.triton.pbtxt import Message, read
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
-from tests.cli.calls import Recorder, options_never_set
+from tests.cli.calls import RecordedError, Recorder, options_never_set
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.cli.test_options_arrive import LLM_DEFAULTS, runtime_cases
 
@@ -167,6 +168,24 @@ def test_an_instance_on_a_gpu_runs_there_and_sees_no_other(
     asked = load(model, pb_utils, tmp_path / "dflash", kind="GPU", device_id="3", monkeypatch=monkeypatch)
     assert asked == LLM_DEFAULTS | {"engine_dir": engine_dir, "config": RuntimeConfig(use_drafter=False, device="cuda")}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_on_gpu", "device"),
+    [("torch", True, "cuda"), ("torch", False, "cpu"), ("tensorrt", True, "auto"), ("tensorrt_llm", True, "auto")],
+)
+def test_only_an_engine_that_has_the_choice_is_told_its_device(model, monkeypatch, backend, is_on_gpu, device) -> None:
+    from dflash_trt.servers.triton.model import _open_llm
+
+    mapping = SimpleNamespace(mapping=SimpleNamespace(world_size=1))
+    manifest = SimpleNamespace(backend=backend, pretrained_config=mapping)
+    monkeypatch.setattr(EngineDir, "open", lambda path: SimpleNamespace(manifest=manifest))
+    opening = Recorder(LLM)
+    monkeypatch.setattr("dflash_trt.serving.llm.LLM", opening)
+    settings = ModelSettings(engine_dir="/engine", runtime=RuntimeConfig(seed=4))
+    with pytest.raises(RecordedError):
+        _open_llm(settings, Path("version"), gpus=(0,), is_on_gpu=is_on_gpu)
+    assert opening.arguments["config"] == RuntimeConfig(seed=4, device=device)
 
 
 def test_no_option_and_no_setting_is_left_out_here() -> None:
