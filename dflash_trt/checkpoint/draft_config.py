@@ -10,6 +10,7 @@ from dflash_trt.checkpoint.drafters.base import LABEL, draft_formats
 from dflash_trt.checkpoint.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.drafters.zlab import ARCHITECTURE
+from dflash_trt.checkpoint.families.base import family_of
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import checked
 from dflash_trt.core.model.draft import DraftSpec
@@ -39,7 +40,10 @@ def parse_draft(
     if found_format is None:
         expected = f"{ARCHITECTURE}, {EAGLE3_ARCHITECTURES[0]}, or a key '{SPECULATORS_KEY}'"
         hint = "Use a DFlash or EAGLE-3 drafter; other methods are not implemented."
-        subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
+        architectures = fields.get("architectures")
+        if isinstance(architectures, list) and architectures and family_of(architectures[0], None) is not None:
+            hint = "This is a model to serve: pass it as the target, and its drafter as the drafter."
+        subject, found = f"{LABEL} key 'architectures'", shown(architectures)
         problems.append(problem(subject, expected=expected, found=found, hint=hint))
         return None
     if num_target_layers is not None and found_format.asks_for_target_layers(fields):

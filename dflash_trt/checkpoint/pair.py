@@ -18,7 +18,7 @@ from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.producers.base import description_files, read_scheme
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, format_notes, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
-from dflash_trt.checkpoint.specs import PairSpecs, directory_problems, pair_heading, read_specs
+from dflash_trt.checkpoint.specs import PairSpecs, pair_heading, read_specs, refuse_missing
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
 from dflash_trt.checkpoint.tied_head import resolve_tied_head
@@ -75,6 +75,7 @@ def open_pair(
         ConfigError: a config is wrong or the two do not fit; lists the tensor problems too.
         CheckpointError: only files, tensors or tokenizers are wrong.
     """
+    refuse_missing({"target": target} | ({} if drafter is None else {"drafter": drafter}))
     config_problems: list[str] = []
     tensor_problems: list[str] = []
     notes: list[str] = []
@@ -82,8 +83,7 @@ def open_pair(
     if drafter is not None:
         overrides = drafter_overrides or {}
         sides.append(_open_drafter(drafter, overrides, sides[0].spec, config_problems, tensor_problems, notes))
-        if target.is_dir() and drafter.is_dir():
-            check_tokenizers(target, drafter, tensor_problems)
+        check_tokenizers(target, drafter, tensor_problems)
     specs = [side.spec for side in sides]
     if isinstance(specs[0], TargetSpec) and isinstance(specs[-1], DraftSpec):
         config_problems += compatibility_problems(specs[0], specs[-1])
@@ -142,8 +142,6 @@ _ABSENT = _Side(spec=None, table={}, sources={}, files=())
 
 
 def _open_target(directory: Path, config_problems: list[str], tensor_problems: list[str], notes: list[str]) -> _Side:
-    if not _is_directory(directory, "target", config_problems):
-        return _ABSENT
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
     spec = parse_target(directory, config_problems, notes=notes)
     scheme = read_scheme(directory, label="target", problems=config_problems)
@@ -169,8 +167,6 @@ def _open_drafter(
     tensor_problems: list[str],
     notes: list[str],
 ) -> _Side:
-    if not _is_directory(directory, "drafter", config_problems):
-        return _ABSENT
     stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
     scheme = read_scheme(directory, label="drafter", problems=config_problems)
     spec = parse_draft(
@@ -209,12 +205,6 @@ def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
         linears={name: weight_format for name, weight_format in formats.items() if weight_format is not None},
         target_kv=None if kv_scales is None else read_kv_scales(kv_scales),
     )
-
-
-def _is_directory(path: Path, label: str, problems: list[str]) -> bool:
-    found = list(directory_problems(path, label))
-    problems += found
-    return not found
 
 
 def _all_names(stored: StoredTensors) -> frozenset[str]:

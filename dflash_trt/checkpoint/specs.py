@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.producers.base import Scheme, read_scheme
 from dflash_trt.checkpoint.quantized_weights import format_notes
 from dflash_trt.checkpoint.target_config import parse_target
-from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
@@ -62,10 +63,7 @@ def read_specs(
     problems: list[str] = []
     notes: list[str] = ["only config.json files were read: names and shapes of tensors are not checked"]
     directories = {"target": target} | ({} if drafter is None else {"drafter": drafter})
-    for label, directory in directories.items():
-        problems += directory_problems(directory, label)
-    if problems:
-        raise_all(ConfigError, pair_heading(target, drafter), problems)
+    refuse_missing(directories)
     target_spec = parse_target(target, problems, notes=notes)
     stored = {label: read_scheme(directory, label=label, problems=problems) for label, directory in directories.items()}
     draft_spec = None
@@ -99,12 +97,19 @@ def read_specs(
     return PairSpecs(target=target_spec, draft=draft_spec, quantization=quantization, notes=tuple(notes))
 
 
-def directory_problems(path: Path, label: str) -> Iterator[str]:
-    """A problem if a checkpoint is not a directory."""
+def refuse_missing(directories: AbcMapping[str, Path]) -> None:
+    """Raises ConfigError: a checkpoint, by its label, is not a directory."""
+    errors = ErrorCollector()
+    for label, path in directories.items():
+        errors.run(partial(_check_directory, label, path))
+    errors.raise_all("checkpoints")
+
+
+def _check_directory(label: str, path: Path) -> None:
     if not path.is_dir():
-        found = "a file" if path.exists() else f"nothing at {path}"
+        found = "a file" if path.exists() else "nothing at that path"
         hint = "Pass the directory that holds config.json and the safetensors files."
-        yield problem(label, expected="a checkpoint directory", found=found, hint=hint)
+        raise ConfigError.about(f"{label} {path}", expected="a checkpoint directory", found=found, hint=hint)
 
 
 def pair_heading(target: Path, drafter: Path | None) -> str:

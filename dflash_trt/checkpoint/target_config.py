@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
+from dflash_trt.checkpoint.drafters.base import draft_formats
 from dflash_trt.checkpoint.families.base import all_families, family_of
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
 from dflash_trt.checkpoint.missing_families import missing_feature
@@ -27,7 +28,7 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
         return None
     reader = ConfigReader(fields, label=_LABEL, problems=problems, notes=notes)
     missing = missing_feature(fields)
-    family = _read_family(reader, missing)
+    family = _read_family(reader, fields, missing)
     if family is None:
         return None  # errors about the other keys would only be noise
     reader = ConfigReader(_with_defaults(fields, family, notes), label=_LABEL, problems=problems, notes=notes)
@@ -47,7 +48,7 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
 
 
-def _read_family(reader: ConfigReader, missing: str | None) -> str | None:
+def _read_family(reader: ConfigReader, fields: dict[str, Any], missing: str | None) -> str | None:
     """`missing` is what a known family lacks here."""
     architectures = reader.value("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
@@ -55,6 +56,8 @@ def _read_family(reader: ConfigReader, missing: str | None) -> str | None:
     if family is None:
         known = sorted({name for family in all_families().values() for name in family.architectures})
         hint = "Use a supported target." if missing is None else f"{missing}. Use another target."
+        if any(known.recognizes(fields) for known in draft_formats().values()):
+            hint = "This is a drafter: pass it as the drafter, and the model that it drafts for as the target."
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint=hint)
         return None
     return family

@@ -48,7 +48,7 @@ class _BuildCommand(click.Command):
         "dflash-trt build pair.yaml -o engine --dtype float32 --overwrite",
     ),
 )
-@click.argument("config_file", metavar="[CONFIG.yaml | RECIPE]", required=False, type=click.Path(path_type=Path))
+@click.argument("config_file", metavar="[CONFIG.yaml | RECIPE]", required=False)
 @click.option(
     "--target",
     metavar="NAME|DIR",
@@ -143,7 +143,7 @@ class _BuildCommand(click.Command):
 def build(
     command: list[str],
     /,
-    config_file: Path | None,
+    config_file: str | None,
     output: Path | None,
     checked_layers: Literal["kinds", "full"] | None,
     overwrite: bool,
@@ -152,7 +152,8 @@ def build(
 ) -> None:
     """Build an engine directory from a YAML file or a recipe, from flags, or from both: flags win.
 
-    `dflash-trt recipes` lists recipes, which are YAML files of the package.
+    `dflash-trt recipes` lists recipes, which are YAML files of the package. A recipe's name is one whatever lies in the
+    current directory; ./NAME is a file.
 
     Paths in the YAML are relative to the YAML file. Its `quantization` key takes a format, or a mapping with `target`,
     `drafter`, `lm_head`, `draft_lm_head`, `kv_cache`, `draft_kv_cache`, `overrides` and `calibration`.
@@ -182,7 +183,7 @@ def build(
         _print_summary(engine)
 
 
-def merged_config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
+def merged_config(given_file: str | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
     """Merge a YAML file and flags; also the directory that paths are relative to.
 
     Raises:
@@ -196,14 +197,14 @@ def merged_config(config_file: Path | None, flags: dict[str, Any]) -> tuple[Buil
     given = {name: value for name, value in flags.items() if value is not None}
     chosen = {name: given.pop(name) for name in FLAG_KEYS if name in given}
     assert given.keys() <= set(_FIELDS)
-    if config_file is None:
+    if given_file is None:
         if "target" not in given:
             hint = "Pass CONFIG.yaml, a recipe's name, or --target NAME|DIR (and --drafter NAME|DIR)."
             raise ConfigError.about("build", expected="a configuration", found="none", hint=hint)
         given |= {"quantization": with_flags(None, chosen)} if chosen else {}
         given |= {name: value for name, value in mappings.items() if value}
         return build_config_from(given, source="command line"), Path.cwd()
-    config_file = config_path(config_file)
+    config_file = config_path(given_file)
     for name in ("target", "drafter", "plugin_library"):
         is_hub_name = name != "plugin_library" and HubName.parse(given.get(name, "")) is not None
         if name in given and given[name] != "none" and (Path(given[name]).exists() or not is_hub_name):

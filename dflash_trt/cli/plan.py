@@ -56,9 +56,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
         "dflash-trt plan qwen3-8b-nvfp4 --gpu b300 --sweep --accepted 0.8,0.6,0.45,0.3 --per-user 200",
     ),
 )
-@click.argument(
-    "sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path)
-)
+@click.argument("sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1)
 @click.option("--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
 @click.option(
     "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Instead, a machine file of `bench machine`."
@@ -91,7 +89,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 def plan(
     context: click.Context,
     /,
-    sources: tuple[Path, ...],
+    sources: tuple[str, ...],
     gpu: str | None,
     machine: Path | None,
     acceptance_lengths: tuple[float, ...] | None,
@@ -163,23 +161,28 @@ def _machine(gpu: str | None, machine: Path | None) -> "tuple[Gpu, StepCosts | N
     return gpu_of(str(gpu)), None
 
 
-def _with_sources(sources: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+def _with_sources(sources: Sequence[str], flags: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The YAML file or the recipe, and the flags with target and drafter."""
     from dflash_trt.recipes import recipe_path
 
     if len(sources) == 1:
-        is_recipe = not sources[0].exists() and recipe_path(str(sources[0])) is not None
-        if is_recipe or sources[0].suffix in (".yaml", ".yml"):
-            return sources[0], flags
+        (source,) = sources
+        if recipe_path(source) is not None or source.endswith((".yaml", ".yml")):
+            return source, flags
     if len(sources) > 2:
-        found = ", ".join(map(str, sources))
+        found = ", ".join(sources)
         raise ConfigError.about("plan", expected="CONFIG.yaml, or TARGET and DRAFTER", found=found)
     given = dict(zip(("target", "drafter"), sources, strict=False))
     doubled = [f"--{role}" for role in given if flags[role] is not None]
     if doubled:
         raise ConfigError(f"plan: {' and '.join(doubled)} and directories without an option are mutually exclusive.")
-    directories = {role: str(path.parent if path.name == "config.json" else path) for role, path in given.items()}
-    return None, flags | directories
+    return None, flags | {role: _directory(source) for role, source in given.items()}
+
+
+def _directory(source: str) -> str:
+    """Of a config.json, the directory that holds it."""
+    path = Path(source)
+    return str(path.parent) if path.name == "config.json" else source
 
 
 def _checked_lengths(lengths: tuple[float, ...] | None, max_draft_len: int) -> tuple[float, ...]:

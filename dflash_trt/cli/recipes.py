@@ -1,6 +1,7 @@
 """`dflash-trt recipes`: build configurations of the package, and which of them fit this machine."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from dflash_trt.cli.help_text import examples
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.hub_name import HubName, build_command
 
 if TYPE_CHECKING:
     from dflash_trt.backends.machine import Machine
@@ -40,24 +42,30 @@ def recipes(as_json: bool) -> None:
         _print(rows, machine)
 
 
-def config_path(given: Path) -> Path:
-    """The file that a command line means: a file, or a recipe's name.
+def config_path(given: str) -> Path:
+    """The file that a command line means: that of a recipe's name, whatever lies there, or a path.
 
     Raises:
         ConfigError: neither.
     """
+    from dflash_trt.engine_dir.opening import is_engine_dir
     from dflash_trt.recipes import recipe_path
     from dflash_trt.recipes import recipes as all_recipes
 
-    if given.exists() or given.suffix in (".yaml", ".yml"):
-        return given
-    path = recipe_path(str(given))
-    if path is None:
-        names = [recipe.name for recipe in all_recipes()]
-        nearest = nearest_name(str(given), names)
+    recipe, path = recipe_path(given), Path(given)
+    if recipe is not None:
+        return recipe
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return path
+    nearest = nearest_name(given, [recipe.name for recipe in all_recipes()])
+    if is_engine_dir(path):
+        hint = f"It is an engine already: dflash-trt run {shlex.quote(given)}"
+    elif path.is_dir() or (nearest is None and HubName.parse(given) is not None):
+        hint = f"Pass a checkpoint as --target: {build_command(given)}"
+    else:
         hint = f"Did you mean '{nearest}'?" if nearest else "`dflash-trt recipes` lists recipes."
-        raise ConfigError.about(str(given), expected="a YAML file or a recipe's name", found="neither", hint=hint)
-    return path
+    found = "a directory" if path.is_dir() else "neither"
+    raise ConfigError.about(given, expected="a YAML file or a recipe's name", found=found, hint=hint)
 
 
 def fits(recipe: "Recipe", config: BuildConfig, machine: "Machine") -> str:

@@ -1,6 +1,8 @@
 """Names of checkpoints on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION."""
 
 import re
+import shlex
+from pathlib import Path
 from typing import Self
 
 from dflash_trt.core.frozen import Frozen
@@ -30,3 +32,11 @@ class HubSource(Frozen):
 
     name: str
     commit: str
+
+
+def build_command(checkpoint: str) -> str:
+    """The command that builds an engine from a checkpoint, a name on the hub or a directory."""
+    name = HubName.parse(checkpoint)
+    is_local = name is None or Path(checkpoint).exists()
+    output = f"{Path(checkpoint).absolute().name}-engine" if is_local else str(name).partition("@")[0].partition("/")[2]
+    return f"dflash-trt build --target {shlex.quote(checkpoint)} -o {shlex.quote(output.lower())}"

@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
+from dflash_trt.core.hub_name import HubName, build_command
 from dflash_trt.core.json_object import parse_json_object, read_json_object
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
@@ -133,7 +134,7 @@ def _read_provenance(path: Path) -> Provenance:
 
 def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
     """Read config.json; return its fields and its hash."""
-    build = f"Build one: dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
+    build = _build_hint(path)
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing at that path"
         raise EngineDirError.about(_heading(path), expected="an engine directory", found=found, hint=build)
@@ -147,7 +148,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
         subject = f"{_heading(path)}: {MANIFEST_NAME}"
         raise EngineDirError.about(subject, expected="a JSON object", found=str(error), hint=_hint(path)) from error
     if "architectures" in fields or "model_type" in fields:
-        hint = f"Build an engine from it: dflash-trt build --target {shlex.quote(str(path))} -o DIR"
+        hint = f"Build an engine from it: {build_command(str(path))}"
         raise EngineDirError.about(
             _heading(path), expected="an engine directory", found="a model checkpoint", hint=hint
         )
@@ -257,6 +258,14 @@ def _header_problems(path: Path, manifest: EngineManifest, hint: str) -> Iterato
 
 def _heading(path: Path) -> str:
     return f"engine directory {path}"
+
+
+def _build_hint(path: Path) -> str:
+    """The command that makes the engine directory, or an engine of the model on the hub that the path may mean."""
+    command = f"dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
+    if path.parent.exists() or HubName.parse(str(path)) is None:
+        return f"Build one: {command}"
+    return f"Build one of this model on the Hugging Face hub: {build_command(str(path))}, or at that path: {command}"
 
 
 def _hint(path: Path) -> str:

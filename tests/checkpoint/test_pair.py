@@ -267,9 +267,17 @@ def test_a_truncated_file_is_one_problem_not_one_per_tensor(checkpoints: Path, c
 
 
 def test_a_directory_that_is_not_there_is_refused(checkpoints: Path, tmp_path: Path) -> None:
-    message = pair_refusal(tmp_path / "nothing", checkpoints / "qwen3" / "config.json", ConfigError)
-    assert "target: expected a checkpoint directory, found nothing at" in message
-    assert "drafter: expected a checkpoint directory, found a file" in message
+    absent, file = tmp_path / "nothing", checkpoints / "qwen3" / "config.json"
+    message = pair_refusal(absent, file, ConfigError)
+    assert f"target {absent}: expected a checkpoint directory, found nothing at that path" in message
+    assert f"drafter {file}: expected a checkpoint directory, found a file" in message
+    assert pair_refusal(absent, None, ConfigError).startswith(f"target {absent}: expected a checkpoint directory")
+
+
+def test_a_target_and_a_drafter_in_each_others_place_are_told_apart(checkpoints: Path) -> None:
+    message = pair_refusal(checkpoints / "zlab", checkpoints / "qwen3", ConfigError)
+    assert "This is a drafter: pass it as the drafter" in message
+    assert "This is a model to serve: pass it as the target" in message
 
 
 def test_a_target_quantized_in_an_unknown_way_is_refused_by_name(copy_of: Copy) -> None:

@@ -11,11 +11,13 @@ from dflash_trt.backends import machine as machines
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.cli.recipes import fits
 from dflash_trt.cli.yaml_file import read_yaml
+from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.known_pairs import pair_of_drafter
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineDir, PretrainedConfig, tensor_headers
 from dflash_trt.recipes import Recipe, recipe_path, recipes
+from tests.cli.calls import Recorder
 from tests.cli.conftest import Invoke
 from tests.published_pairs import write_config
 
@@ -81,17 +83,58 @@ def test_the_demo_is_built_by_its_name_wherever_the_command_runs(
     assert engine.manifest.pretrained_config.dtype == demo.format
 
 
-def test_a_file_wins_over_a_recipe_and_a_wrong_name_names_recipes(
+def test_a_recipes_name_wins_over_what_lies_at_a_path_of_that_name(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`build demo -o demo` works twice; only ./demo is the path."""
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--overwrite"]):
+        built = invoke("build", "demo", "-o", "demo", *more)
+        assert built.exit_code == 0, built.stderr
+    engine = invoke("build", "./demo", "-o", "other")
+    assert "./demo: expected a YAML file or a recipe's name, found a directory." in engine.stderr
+    assert "It is an engine already: dflash-trt run ./demo" in engine.stderr
+    assert invoke("plan", "demo", "--gpu", "h200").exit_code == 0
+    Path("file").mkdir()
+    Path("file/demo").write_text("nonsense: 1\n")
+    monkeypatch.chdir("file")
+    assert "key 'nonsense' is unknown" in invoke("build", "./demo", "-o", "engine").stderr
+    assert invoke("build", "demo", "-o", "engine").exit_code == 0
+
+
+def test_a_wrong_name_names_recipes(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong = invoke("build", "qwen3-8b-fp9", "-o", "engine")
     assert wrong.exit_code == 2
     assert (
         "qwen3-8b-fp9: expected a YAML file or a recipe's name, found neither. Did you mean 'qwen3-8b" in wrong.stderr
     )
-    Path("demo").write_text("nonsense: 1\n")
-    assert "key 'nonsense' is unknown" in invoke("build", "demo", "-o", "engine").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["build", "Qwen/Qwen3-8B"], "dflash-trt build --target Qwen/Qwen3-8B -o qwen3-8b"),
+        (["run", "Qwen/Qwen3-8B"], "dflash-trt build --target Qwen/Qwen3-8B -o qwen3-8b"),
+        (["inspect", "Qwen/Qwen3-8B"], "dflash-trt build --target Qwen/Qwen3-8B -o qwen3-8b"),
+        (["build", "Qwen3-8B"], "dflash-trt build --target Qwen3-8B -o qwen3-8b-engine"),  # a directory, as below
+        (["run", "Qwen3-8B"], "dflash-trt build --target Qwen3-8B -o qwen3-8b-engine"),
+        (["run", "built/engine"], "dflash-trt build CONFIG.yaml -o built/engine"),
+    ],
+)
+def test_a_checkpoint_in_the_place_of_an_engine_names_the_command_that_builds_it(
+    invoke: Invoke, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen3-8B").symlink_to(target)
+    Path("built").mkdir()
+    result = invoke(*words, *(["--prompt", "a"] if words[0] == "run" else []))
+    assert result.exit_code != 0
+    assert command in result.stderr
+    assert ("--target" in command) == ("--target" in result.stderr)
+    if words[1] == "Qwen3-8B":
+        monkeypatch.setattr("dflash_trt.compile.build.build_engine", Recorder(build_engine))
+        assert invoke(*command.split()[1:]).stderr == "error: recorded\n"  # the command is one that `build` takes
 
 
 def test_the_list_says_what_fits_this_machine(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

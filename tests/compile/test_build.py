@@ -135,7 +135,7 @@ def test_a_missing_compiler_and_a_missing_checkpoint_come_in_one_error(base_dir:
         _build(base_dir, tmp_path / "engine", backend="tensorrt", target="nowhere")
     message = str(error.value)
     assert message.startswith("build: 2 checks failed\n  - tensorrt: expected an importable Python package")
-    assert "target: expected a checkpoint directory" in message
+    assert "nowhere: expected a checkpoint directory" in message
 
 
 def test_everything_that_is_wrong_with_a_proven_pair_comes_in_one_error(base_dir: Path, tmp_path: Path) -> None:
