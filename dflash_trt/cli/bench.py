@@ -24,6 +24,7 @@ from dflash_trt.cli.bench_options import (
 )
 from dflash_trt.cli.bench_serve import serve
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError
@@ -51,6 +52,7 @@ _ENGINE = click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(pat
 
 
 @click.group(
+    cls=Group,
     short_help="Measure an engine on this machine.",
     epilog=examples("dflash-trt bench speedup engine --input-file prompts.jsonl"),
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.other_engines import Choice
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 
@@ -33,7 +34,7 @@ MACHINE = click.option(
 )
 @click.option("--name", metavar="TEXT", help="Of the machine (default: its GPU or processor).")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="To be measured."
+    "--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="To be measured."
 )
 @click.option("--num-threads", type=click.IntRange(min=1), help="Of a CPU (default: as engines take).")
 def machine(output: Path | None, name: str | None, device: str, num_threads: int | None) -> None:

@@ -10,6 +10,7 @@ import click
 
 from dflash_trt.cli.check import check
 from dflash_trt.cli.help_text import examples, with_default
+from dflash_trt.cli.other_engines import Choice
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
 from dflash_trt.cli.recipes import config_path
 from dflash_trt.cli.yaml_file import read_yaml
@@ -28,9 +29,9 @@ _FIELDS = tuple(BuildConfig.model_fields)
 _FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4 or nvfp4_w4a16"
 
 
-def _choice(kind: Any) -> click.Choice[str]:
+def _choice(kind: Any) -> Choice:
     """Of the values of a Literal."""
-    return click.Choice(get_args(kind))
+    return Choice(get_args(kind))
 
 
 class _BuildCommand(click.Command):
@@ -111,7 +112,7 @@ class _BuildCommand(click.Command):
     "--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.  [default: --quantization]"
 )
 @click.option(
-    "--kv-cache", type=click.Choice(["fp8", "none"]), help="Format of K/V pages; none is the dtype.  [default: none]"
+    "--kv-cache", type=Choice(["fp8", "none"]), help="Format of K/V pages; none is the dtype.  [default: none]"
 )
 @click.option(
     "--plugins",

@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -44,7 +45,9 @@ def _settings_options(command: Any) -> Any:
 
 
 @click.group(
-    short_help="Serve an engine behind another server.", epilog=examples("dflash-trt deploy triton engine -o models")
+    cls=Group,
+    short_help="Serve an engine behind another server.",
+    epilog=examples("dflash-trt deploy triton engine -o models"),
 )
 def deploy() -> None:
     """Write what other servers need to serve an engine."""

@@ -21,6 +21,7 @@ from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.inspect import inspect
+from dflash_trt.cli.other_engines import Group, answered
 from dflash_trt.cli.plan import plan
 from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
@@ -33,7 +34,7 @@ from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.core.runtime_config import SettingError
 
 
-class _Group(click.Group):
+class _Group(Group):
     """Ends the process the house way; `obj` is the command line, which provenance.json records."""
 
     def main(self, args: Sequence[str] | None = None, *other: Any, **options: Any) -> NoReturn:
@@ -47,8 +48,9 @@ class _Group(click.Group):
         except DFlashError as error:
             code = _fail(str(error), error.exit_code)
         except click.ClickException as error:
-            error.show()
-            code = error.exit_code
+            shown = answered(error, words) if isinstance(error, click.NoSuchOption) else error
+            shown.show()
+            code = shown.exit_code
         except (click.Abort, KeyboardInterrupt):
             code = _fail("interrupted", ExitCode.INTERRUPTED)
         except BrokenPipeError:  # whoever read our output has gone; nor can the interpreter flush it at its end

@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, override
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
-from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.other_engines import hint_for
 from dflash_trt.core.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
@@ -128,8 +128,7 @@ def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
 
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     for name in fields.keys() - set(_KNOWN_FIELDS):
-        nearest = nearest_name(name, _KNOWN_FIELDS)
-        hint = f"Did you mean '{nearest}'?" if nearest else f"Known fields: {', '.join(_KNOWN_FIELDS)}."
+        hint = hint_for(name, _KNOWN_FIELDS)
         yield f"field '{name}' is unknown. {hint}"
     prompts = [name for name in PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from dflash_trt.cli.other_engines import Choice
 from dflash_trt.core.runtime_config import Option, RuntimeConfig, bound, option_of, value_type
 
 
@@ -61,7 +62,7 @@ def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], C
             return click.option(f"{flag}/--no-{flag.removeprefix('--')}", default=None, help=option.help)
         return click.option(flag, is_flag=True, help=option.help)
     if get_origin(kind) is Literal:
-        choice = click.Choice(get_args(kind))
+        choice = Choice(get_args(kind))
         return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)
     if get_origin(kind) is dict or kind is str:
         return click.option(flag_of(name), metavar=option.metavar, help=option.help)

@@ -8,8 +8,9 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from dflash_trt.core.chat_template_options import reserved_problems
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
+from dflash_trt.core.frozen import MAX_INT32, Frozen
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.other_engines import hint_for
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
 Backend = Literal["torch", "tensorrt", "tensorrt_llm"]
@@ -108,9 +109,7 @@ def _problem_of(details: Any) -> str:
     if details["type"] == "extra_forbidden":
         section, _, key = name.rpartition(".")
         known = _SECTIONS[section].model_fields
-        nearest = nearest_name(key, known)
-        hint = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(known)}."
-        return f"key '{name}' is unknown. {hint}"
+        return f"key '{name}' is unknown. {hint_for(key, known)}"
     if details["type"] == "missing":
         return f"key '{name}' is missing."
     return problem(f"key '{name}'", expected=expected, found=f"{details['input']!r:.80}")

@@ -24,7 +24,8 @@ from pydantic import (
 
 from dflash_trt.core.draft_lengths import lengths_by_batch_size, lengths_by_context
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
+from dflash_trt.core.frozen import MAX_INT32, Frozen
+from dflash_trt.core.other_engines import hint_for
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -256,9 +257,7 @@ def _expected(name: str) -> str:
 def _problem_of(details: Any, written_as: Mapping[str, str]) -> str:
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
-        nearest = nearest_name(name, RuntimeConfig.model_fields)
-        hint = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
-        return f"'{name}' is not a setting of the engine. {hint}"
+        return f"'{name}' is not a setting of the engine. {hint_for(name, RuntimeConfig.model_fields)}"
     found = f"{details['input']!r:.80}"
     is_explained = details["type"] == "value_error"  # by the field's own reader
     expected = details["msg"].removeprefix("Value error, ") if is_explained else _expected(name)

@@ -7,7 +7,7 @@ code in the samplers of the backends.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -26,6 +26,7 @@ from dflash_trt.core.checked_values import (
 from dflash_trt.core.checked_values import optional as optional_of
 from dflash_trt.core.dtype import DType
 from dflash_trt.core.errors import RequestError, raise_all
+from dflash_trt.core.other_engines import checks_keywords, hint_for
 from dflash_trt.core.sampling_limits import GRAMMAR_FIELDS as GRAMMAR_FIELDS
 from dflash_trt.core.sampling_limits import MAX_STOP_LEN as MAX_STOP_LEN
 from dflash_trt.core.sampling_limits import MAX_STOP_STRINGS as MAX_STOP_STRINGS
@@ -115,6 +116,12 @@ def _strings(value: object) -> tuple[str, ...]:
     return _STRINGS([value] if isinstance(value, str) else value)
 
 
+def _check_names(args: Sequence[object], fields: Mapping[str, object]) -> None:
+    problems = [f"'{name}' is no sampling parameter. {hint_for(name, _NAMES)}" for name in fields.keys() - _NAMES]
+    raise_all(RequestError, "sampling parameters", sorted(problems))
+
+
+@checks_keywords(_check_names)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
@@ -143,7 +150,7 @@ class SamplingParams:
     string for `stop` are accepted.
 
     Raises:
-        RequestError: lists every value of a wrong type or out of range.
+        RequestError: lists every value of a wrong type or out of range, or every name that is unknown.
     """
 
     max_new_tokens: int = _parameter(
@@ -312,6 +319,7 @@ def _table() -> tuple[SamplingField, ...]:
 
 
 SAMPLING_FIELDS: Final = _table()
+_NAMES: Final = {row.name: row for row in SAMPLING_FIELDS}.keys()
 # No parameter of a request: it follows from the seed.
 _DRAFT_STREAM: Final = SamplingField(
     name="draft_stream",

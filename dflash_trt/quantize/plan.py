@@ -4,7 +4,8 @@ Embeddings, norms and biases are never quantized; routers and gates only if an o
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -15,6 +16,7 @@ from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
+from dflash_trt.core.other_engines import VALUES
 from dflash_trt.core.quantization import FormatChoice, LayerKvScales, QuantizationConfig, QuantizationSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard, segments_of
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
@@ -250,9 +252,15 @@ def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
     parts |= {f"override '{pattern}'": choice for pattern, choice in config.overrides.items()}
     for part, choice in parts.items():
         if choice not in (None, *known):
-            nearest = nearest_name(str(choice), known)
+            wanted = VALUES.get(str(choice))
+            nearest = wanted if wanted in known else nearest_name(str(choice), _differing(str(choice), known))
             hint = f"Did you mean '{nearest}'?" if nearest else "Choose one of them."
             yield problem(f"format of {part}", expected=", ".join(known), found=str(choice), hint=hint)
+
+
+def _differing(name: str, known: Iterable[str]) -> list[str]:
+    """Those that differ from `name` in more than their numbers: int4 is not what int8 was meant to be."""
+    return [other for other in known if re.sub(r"\d", "", other) != re.sub(r"\d", "", name)]
 
 
 def _config_problems(

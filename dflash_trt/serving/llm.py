@@ -6,12 +6,14 @@ with LLM("engine") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from dflash_trt.core.chat_template_options import ChatTemplateOptions
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.other_engines import checks_keywords, hint_for
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
@@ -29,6 +31,15 @@ class _Policies(TypedDict):
     draft_length_policy: DraftLengthPolicy | None
 
 
+def _check_engine_dir(args: Sequence[object], fields: Mapping[str, object]) -> None:
+    """`LLM(model=...)` gets an answer, instead of a TypeError."""
+    if not args and "engine_dir" not in fields:
+        hints = (hint for name in fields if "engine_dir" in (hint := hint_for(name, ("engine_dir",))))
+        found, hint = ", ".join(fields) or "none", next(hints, "Pass it first: LLM('engine').")
+        raise ConfigError.about("LLM", expected="an engine_dir", found=found, hint=hint)
+
+
+@checks_keywords(_check_engine_dir)
 class LLM(Generator):
     """An engine directory, loaded and serving. Close it, or use it as a context manager.
 

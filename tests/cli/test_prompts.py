@@ -68,7 +68,7 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
         (b"{}", "expected exactly one of prompt, messages, prompt_token_ids, found none"),
         (b'{"prompt": "a", "messages": []}', "found prompt and messages"),
         (b'{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
-        (b'{"prompt": "a", "zzz": 1}', "Known fields: id, prompt"),
+        (b'{"prompt": "a", "zzz": 1}', "Known names: id, prompt"),
         (b'{"prompt": "a", "max_new_tokens": 0}', "sampling max_new_tokens: expected an integer of 1 or more, found 0"),
         (
             b'{"prompt": "a", "max_new_tokens": "9"}',
