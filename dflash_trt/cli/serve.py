@@ -160,6 +160,11 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
 
 def _settings(engine_dir: Path, options: dict[str, Any]) -> "tuple[WorkerSettings, EngineDir]":
     runtime = runtime_from_options(options)
+    parsers = {name: options[name] for name in ("tool_call_parser", "reasoning_parser")}
+    if any(parsers.values()):  # Dynamo's import takes a second
+        from dflash_trt.servers.dynamo.contract import check_parsers
+
+        check_parsers(**parsers)
     return worker_settings(engine_dir, runtime, **options)
 
 

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,30 @@ def test_each_exit_code_comes(
     engine_dir: Path, tmp_path: Path, code: ExitCode, provoke: Callable[[Path, Path], int]
 ) -> None:
     assert provoke(engine_dir, tmp_path) == code
+
+
+# As the console script, but that a signal arrives during the import of a command.
+INTERRUPTED_IMPORT = """
+import importlib, os, signal, sys, time
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dflash_trt.cli.build":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+module, name = sys.argv[1].split(":")
+getattr(importlib.import_module(module), name)()
+"""
+
+
+def test_a_signal_during_imports_ends_in_one_line() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    words = [sys.executable, "-c", INTERRUPTED_IMPORT, project["scripts"]["dflash-trt"], "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "error: interrupted\n")
 
 
 def test_no_exit_code_is_left_out_here() -> None:

@@ -1,6 +1,7 @@
 """What options, prompts, manifest and device say is refused before weights are read, and leaves no file behind."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,12 @@ def test_eval_refuses_before_the_load(
     result = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", rows, *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_parser_that_dynamo_does_not_have_is_refused_with_those_that_it_has(invoke, engine_dir, command) -> None:
+    pytest.importorskip("dynamo.common.backend", reason="needs the extra 'serve'")
+    result = invoke(command, engine_dir, "--tool-call-parser", "nonsense", "--reasoning-parser", "nothing")
+    assert result.exit_code == 2
+    assert re.search(r"--tool-call-parser: expected one of .*hermes.*, found 'nonsense'", result.stderr)
+    assert re.search(r"--reasoning-parser: expected one of .*qwen3.*, found 'nothing'", result.stderr)

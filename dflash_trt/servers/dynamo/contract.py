@@ -13,13 +13,14 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.common.backend.run import run
 from dynamo.llm.exceptions import HttpError, InvalidArgument
 
-from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.core.errors import ConfigError, QueueFullError, RequestError, problem, raise_all
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.dynamo.metrics import registry_of
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 
 
 _TOO_MANY_REQUESTS = 429
+
+
+def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises ConfigError: Dynamo has no parser of that name."""
+    named = (
+        ("--tool-call-parser", tool_call_parser, get_tool_parser_names()),
+        ("--reasoning-parser", reasoning_parser, get_reasoning_parser_names()),
+    )
+    problems = [
+        problem(option, expected=f"one of {', '.join(sorted(known))}", found=repr(name))
+        for option, name, known in named
+        if name is not None and name not in known
+    ]
+    raise_all(ConfigError, "options", problems)
 
 
 class DynamoEngine(LLMEngine):

@@ -1,0 +1,15 @@
+"""The console script. It imports the commands inside of what answers a Ctrl-C: imports are the first of a run."""
+
+import sys
+from typing import NoReturn
+
+from dflash_trt.core.exit_codes import ExitCode
+
+
+def main() -> NoReturn:
+    try:
+        from dflash_trt.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(ExitCode.INTERRUPTED)
+    run()
