@@ -15,12 +15,14 @@ from dflash_trt.cli.report import summarize, summary_lines
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.exit_codes import ExitCode
+from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.request import GenerationOutput
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
     from dflash_trt.serving.stream import RequestStream
 
+_COMMANDS = ("/reset", "/exit", "/help", "/quit")
 _HINT = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -39,6 +41,8 @@ def converse(options: RunOptions) -> ExitCode:
         while llm.failure is None and (text := _typed()) is not None:
             if text == "/reset":
                 conversation.reset()
+            elif text.startswith("/") and nearest_name(text, _COMMANDS) is not None:  # /help, or one that is misspelt
+                click.echo(_HINT, err=True)
             elif text:
                 conversation.answer(llm, text)
         conversation.print_summary(load_time_s=load_time_s, max_draft_tokens=llm.config.max_draft_tokens)

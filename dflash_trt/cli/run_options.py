@@ -148,7 +148,9 @@ class RunOptions:
         if self.prompts:
             return rows_of_texts(self.prompts, defaults)
         if sys.stdin.isatty():
-            hint = "Pass --prompt TEXT or --input-file FILE.jsonl, or pipe the prompt in."
+            hint = (
+                "Pass --prompt TEXT or --input-file FILE.jsonl, pipe the prompt in, or have a conversation with --chat."
+            )
             raise ConfigError.about("prompts", expected="at least one", found="none", hint=hint)
         # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")

@@ -110,7 +110,11 @@ def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
     def read_all(value: object) -> tuple[_T, ...]:
         if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
             raise ValueError(expected)
-        return tuple(read(item) for item in value)
+        try:
+            items = list(value)
+        except TypeError:  # an array without axes
+            raise ValueError(expected) from None
+        return tuple(map(read, items))
 
     return read_all
 

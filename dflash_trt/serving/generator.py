@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast, overload
 from weakref import finalize
 
-from dflash_trt.core.checked_values import checked
+from dflash_trt.core.checked_values import checked, function, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
@@ -54,6 +54,8 @@ class RequestOptions(TypedDict, total=False):
 # A call with very many prompts hands the engine this many per place in the batch, the others as these end.
 _RUNNING_PER_PLACE = 4
 
+_ON_OUTPUT = optional(function("None, or a function of an index and an output"))
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -82,6 +84,7 @@ class Generator:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._has_seed = seed is not None
+        self._has_said_limited = False
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the two above
         engine.start()
@@ -322,10 +325,12 @@ class Generator:
                 found=repr(sampling.stop),
                 hint="Use stop_token_ids, or build the engine from a target directory with a tokenizer.",
             )
+        prompt_token_ids = self._reader.read(prompt)
+        self._say_if_limited(len(prompt_token_ids), sampling.max_new_tokens)
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         return Request(
             request_id=request_id,
-            prompt_token_ids=self._reader.read(prompt),
+            prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             stop_token_ids=eos_token_ids | frozenset(sampling.stop_token_ids),
             bad_word_ids=self._rule_reader.bad_word_ids(sampling),
@@ -333,6 +338,19 @@ class Generator:
             seed=seed if sampling.seed is None else sampling.seed,
             is_reproducible=self._has_seed or sampling.seed is not None,
         )
+
+    def _say_if_limited(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Log it, once: such requests end with "length", as in other engines."""
+        max_seq_len = self.limits.max_seq_len
+        if num_prompt_tokens + max_new_tokens > max_seq_len and not self._has_said_limited:
+            self._has_said_limited = True
+            _LOG.warning(
+                "max_new_tokens %d: limited to %d after a prompt of %d tokens by the engine's max_seq_len %d",
+                max_new_tokens,
+                max_seq_len - num_prompt_tokens,
+                num_prompt_tokens,
+                max_seq_len,
+            )
 
     def _start(
         self, request: Request, *, max_pending_tokens: int | None = None, on_ready: Callable[[], None] | None = None
@@ -343,6 +361,7 @@ class Generator:
     def _generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling, on_output: OnOutput | None
     ) -> GenerationOutput | list[GenerationOutput]:
+        on_output = checked("on_output", on_output, _ON_OUTPUT)
         several = list_of_prompts(prompts)
         if several is not None:
             return self._generate_all(several, one_each(several, sampling), on_output)

@@ -25,7 +25,7 @@ DFLASH_TRT = [
 ]
 WAIT_S = 120.0
 SHORT = ["--max-new-tokens", "12", "--ignore-eos"]
-LONG = ["--max-new-tokens", "3000", "--ignore-eos", "--no-drafter"]
+LONG = ["--max-new-tokens", "500", "--ignore-eos", "--no-drafter"]
 
 
 class Terminal:
@@ -157,6 +157,17 @@ def test_reset_forgets_and_exit_ends(converse: Callable[..., Terminal]) -> None:
         counts.append(num_prompt_tokens(terminal.seen))
     with_reset, without = counts
     assert with_reset % 2 == 0 and without > with_reset
+
+
+def test_a_misspelt_command_is_not_sent_to_the_model(converse: Callable[..., Terminal]) -> None:
+    terminal = converse(*SHORT)
+    for text in ("/help\n", "/rset\n"):
+        terminal.type(text)
+        terminal.until("Ctrl-C stops an answer")
+        terminal.until("> ")
+    terminal.type("/exit\n")
+    assert terminal.ended() == 0
+    assert "output tokens" not in terminal.seen, "no answer"
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(converse: Callable[..., Terminal]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -413,3 +413,21 @@ def test_statistics_are_at_hand(generator: Generator, tmp_path: Path) -> None:
     assert statistics.num_requests == 3
     assert statistics.num_emitted_tokens == 30
     assert statistics.time_to_first_token_s.count == 3
+
+
+def test_a_length_that_the_engine_does_not_have_is_said_once(generator: Generator, caplog) -> None:
+    most = generator.limits.max_seq_len
+    generator.generate([1], SamplingParams(max_new_tokens=most - 1))
+    assert "limited" not in caplog.text
+    for _ in range(2):
+        output = generator.generate([1], SamplingParams(max_new_tokens=most, ignore_eos=True))
+        assert (output.finish_reason, len(output.token_ids)) == ("length", most - 1)
+    assert caplog.text.count(f"max_new_tokens {most}: limited to {most - 1} after a prompt of 1 tokens") == 1
+
+
+def test_wrong_arguments_are_refused_before_anything_runs(generator: Generator, executor: FakeExecutor) -> None:
+    with pytest.raises(RequestError, match="on_output: expected None, or a function"):
+        generator.generate([1], on_output=cast(Any, 5))
+    assert generator.statistics.num_requests == 0
+    with pytest.raises(RequestError, match=r"sampling stop: expected a string or a list of strings, found array\(5\)"):
+        SamplingParams(stop=cast(Any, np.array(5)))
