@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.bench.openai_client import RequestRecord
+from dflash_trt.bench.conversation import RequestRecord
 from dflash_trt.bench.request_load import Load, LoadRun
 
 

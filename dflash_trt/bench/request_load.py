@@ -1,5 +1,7 @@
 """Loads on a server: so many clients that wait for their answers, or arrivals at a rate whatever the server does."""
 
+from __future__ import annotations
+
 import asyncio
 import random
 import time
@@ -7,8 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
-from dflash_trt.bench.openai_client import Conversation, OpenAIClient, RequestRecord
+from dflash_trt.bench.conversation import Conversation, RequestRecord
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.openai_client import OpenAIClient
 
 _LAG_PERIOD_S = 0.02
 

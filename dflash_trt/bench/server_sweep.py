@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, LoadReport, report_of
-from dflash_trt.bench.openai_client import Conversation, OpenAIClient, connected
+from dflash_trt.bench.openai_client import OpenAIClient, connected
 from dflash_trt.bench.request_load import Load, LoadRun, run_load
 from dflash_trt.core.errors import DFlashError
 

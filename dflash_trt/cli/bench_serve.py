@@ -121,9 +121,9 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's;
     instead of a file they may be a Hugging Face data set on this disk.
     """
+    _check_client()
     from dflash_trt.bench.server_sweep import sweep_servers
 
-    _check_client()
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
     _check_paths(options["csv_path"], options["figure"])

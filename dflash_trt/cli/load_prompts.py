@@ -18,7 +18,7 @@ from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_trt.bench.openai_client import Conversation
+    from dflash_trt.bench.conversation import Conversation
 
 # Fields of SPEED-Bench that say where a row is from.
 _OF_SOURCE = ("sub_category", "source", "src_id", "difficulty", "multiturn")
@@ -121,7 +121,7 @@ def _interleaved(conversations: Sequence[Conversation]) -> list[Conversation]:
 
 def _conversation(line: bytes) -> Conversation:
     """Raises RequestError."""
-    from dflash_trt.bench.openai_client import Conversation
+    from dflash_trt.bench.conversation import Conversation
 
     category, is_by_turns, row = _as_row(line)
     (job,) = rows_of_jsonl([row], Defaults(sampling=SamplingParams()))

@@ -6,11 +6,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
-
+from dflash_trt.bench.conversation import RequestRecord
 from dflash_trt.bench.load_report import Limits, acceptance, report_of
 from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
-from dflash_trt.bench.openai_client import RequestRecord
 from dflash_trt.bench.pareto import Point, curves, frontier, hull, per_gpu_at, ratios_at, shared_interactivity
 from dflash_trt.bench.request_load import Load, LoadRun
 

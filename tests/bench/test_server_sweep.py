@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
+from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, report_of
-from dflash_trt.bench.openai_client import Conversation, connected
+from dflash_trt.bench.openai_client import connected
 from dflash_trt.bench.request_load import Load, LoadRun, run_load
 from dflash_trt.bench.server_sweep import LoadError, Side, sweep_servers
 from dflash_trt.core.errors import ConfigError

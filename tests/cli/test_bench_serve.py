@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
+from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, Percentiles
-from dflash_trt.bench.openai_client import Conversation
 from dflash_trt.bench.request_load import Load
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.load_prompts import read_conversations

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 pytest.importorskip("datasets", reason="writes what is read here")
 
 import datasets
 
-from dflash_trt.bench.openai_client import Conversation
+from dflash_trt.bench.conversation import Conversation
 from dflash_trt.cli import data_sets
 from dflash_trt.cli.data_sets import columns_of
 from dflash_trt.cli.load_prompts import read_conversations
