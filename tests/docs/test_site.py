@@ -51,6 +51,13 @@ def test_the_reference_has_every_command_with_its_options(site: Path) -> None:
     assert missing == [] and all(f"dflash-trt {name}" in text or f"{name}¶" in text for name in cli.commands)
 
 
+def test_no_page_shows_what_only_a_machine_reads(site: Path) -> None:
+    """Defaults that are not there, objects without a text, paths of this checkout."""
+    words = re.compile(rf"Sentinel|UNSET|<function|<object|object at 0x|{re.escape(str(ROOT))}")
+    found = {str(page.relative_to(site)): words.findall(text_of(page)) for page in site.rglob("index.html")}
+    assert "cli/index.html" in found and {page: texts for page, texts in found.items() if texts} == {}
+
+
 def test_the_reference_of_python_has_what_users_call(site: Path) -> None:
     text = text_of(site / "python" / "index.html")
     for name in ("generate", "stream", "submit", "statistics"):
