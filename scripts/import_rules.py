@@ -157,7 +157,7 @@ RULES: dict[str, Rule] = {
         libraries=_set("click rich yaml pydantic"),
         file_libraries={"data_sets.py": _set("pyarrow")},
         is_lazy=True,
-        lazy_packages=_set("core"),
+        lazy_packages=_set("core demo"),
         lazy_libraries=_set("click pydantic"),
     ),
 }

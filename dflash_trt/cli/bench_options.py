@@ -10,6 +10,7 @@ import click
 
 from dflash_trt.cli.prompts import Defaults, read_jobs
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.demo import PROMPTS
 
 if TYPE_CHECKING:
     from dflash_trt.bench.roofline import Roofline
@@ -21,7 +22,11 @@ R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 
 INPUT = click.option(
-    "--input-file", type=click.Path(path_type=Path), required=True, help="JSONL rows as for `run`; their prompts count."
+    "--input-file",
+    type=click.Path(path_type=Path),
+    default=PROMPTS,
+    show_default="16 beginnings of Python functions, which the demo pair was not trained on",
+    help="JSONL rows as for `run`; their prompts count.",
 )
 LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Of every text.")
 CONCURRENCY = click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")

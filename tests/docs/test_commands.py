@@ -49,6 +49,7 @@ NOT_RUN = {
     "tritonserver": "needs a server; tests/triton_server starts what `deploy triton` prints",
     ".triton_server/": "needs a server; tests/triton_server starts what `deploy triton` prints",
     "curl": "needs a server; tests/triton_server sends such requests",
+    "apt install": "installs",
     "docker": "needs a container runtime, and a GPU; tests/docs/test_site.py lints Containerfile",
     "python3 -m venv": "for the container of a GPU node",
     "/data/venv": "for the container of a GPU node",
@@ -78,6 +79,7 @@ NOT_RUN = {
     "dflash-trt build --target Qwen/": "needs the Hugging Face hub; tests/compile/test_hub_names.py has a stand-in",
     "dflash-trt build qwen3-8b-fp8": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
     "dflash-trt build gpt-oss-120b-mxfp4": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
+    "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 -o qwen3-8b-trt": "needs TensorRT",
     "kubectl": "needs a cluster; tests/docs/test_scaling.py reads what is applied",
     "dflash-trt run engine --chat": "needs a chat template of Qwen3; tests/compile/test_chat_template.py runs it",
     "dflash-trt build --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks pairs and plans them",
@@ -91,7 +93,6 @@ QUICKER = {
     "python scripts/bench_threads.py": ("--rounds", "1", "--max-new-tokens", "16"),
 }
 
-PROMPTS = '{"prompt": "import os"}\n{"prompt": "def main():"}\n'
 _PREFIX = re.compile(
     r"(?:[A-Z_]+=\S+ +|taskset -c \S+ +|\.venv/bin/(?=dflash-trt|python)|/data/venv/bin/(?=dflash-trt))*"
 )
@@ -123,7 +124,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("gpt-oss-120b", "gpt-oss-120b-DFlash"):
         (directory / name).mkdir()
         shutil.copy(ROOT / "scripts" / "full_size" / f"{name}.json", directory / name / "config.json")
-    (directory / "prompts.jsonl").write_text(PROMPTS)
     return directory
 
 
