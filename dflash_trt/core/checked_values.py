@@ -119,8 +119,13 @@ def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
     return read_all
 
 
-def number_by_id(expected: str, is_valid: Callable[[float], bool]) -> Reader[tuple[tuple[int, float], ...]]:
-    """Reader of numbers by token id, sorted: a mapping, whose keys may be text as in JSON, "ID=NUMBER" or pairs."""
+def number_by_id(
+    expected: str, is_valid: Callable[[float], bool], *, max_num: int
+) -> Reader[tuple[tuple[int, float], ...]]:
+    """Reader of at most `max_num` numbers by token id, sorted.
+
+    They are a mapping, whose keys may be text as in JSON, "ID=NUMBER" or pairs.
+    """
     read_id, read_number = integer(expected, 0, INT32_MAX), number(expected, is_valid)
 
     def read_pair(item: object) -> tuple[int, float]:
@@ -139,6 +144,8 @@ def number_by_id(expected: str, is_valid: Callable[[float], bool]) -> Reader[tup
         items: Any = value.items() if isinstance(value, Mapping) else value
         if not isinstance(items, Collection) or isinstance(items, str | bytes):
             raise ValueError(expected)
+        if len(items) > max_num:
+            raise ValueError(f"{expected}, at most {max_num} tokens")
         pairs = sorted(map(read_pair, items))
         if len({key for key, _ in pairs}) < len(pairs):
             raise ValueError(f"{expected}, each token once")

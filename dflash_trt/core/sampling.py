@@ -28,9 +28,9 @@ from dflash_trt.core.dtype import DType
 from dflash_trt.core.errors import RequestError, raise_all
 from dflash_trt.core.other_engines import checks_keywords, hint_for
 from dflash_trt.core.sampling_limits import GRAMMAR_FIELDS as GRAMMAR_FIELDS
+from dflash_trt.core.sampling_limits import MAX_LOGIT_BIASES, given_grammars, sampling_problems
 from dflash_trt.core.sampling_limits import MAX_STOP_LEN as MAX_STOP_LEN
 from dflash_trt.core.sampling_limits import MAX_STOP_STRINGS as MAX_STOP_STRINGS
-from dflash_trt.core.sampling_limits import given_grammars, sampling_problems
 
 T = TypeVar("T")
 
@@ -217,7 +217,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = _parameter(
         (),
         number_by_id(
-            "biases from -100 to 100 by token id: an object, or a list of TOKEN=BIAS", lambda x: -100.0 <= x <= 100.0
+            "biases from -100 to 100 by token id: an object, or a list of TOKEN=BIAS",
+            lambda x: -100.0 <= x <= 100.0,
+            max_num=MAX_LOGIT_BIASES,
         ),
         "TOKEN=BIAS adds a number from -100 to 100 to the logit of a token id.",
         kind=str,

@@ -41,7 +41,6 @@ def _size_problems(params: SamplingParams) -> Iterator[str]:
         longest = max(map(len, texts), default=0)
         yield from _too_many(name, len(texts), max_num, "strings")
         yield from _too_many(name, longest, MAX_STOP_LEN, "characters in a string")
-    yield from _too_many("logit_bias", len(params.logit_bias), MAX_LOGIT_BIASES, "tokens")
     if params.min_tokens > params.max_new_tokens:
         yield problem(
             "sampling min_tokens",
