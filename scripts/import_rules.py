@@ -111,7 +111,12 @@ RULES: dict[str, Rule] = {
     "serving": Rule(
         knows="the engine loop, streams, text, LLM; TensorRT-LLM in its own process or server",
         packages=_set("scheduler executor engine_dir core"),
-        file_libraries={"text.py": _set("transformers"), "grammar.py": _set("llguidance numpy")},
+        file_libraries={
+            "text.py": _set("transformers"),
+            "grammar.py": _set("llguidance numpy"),
+            "grammar_trial.py": _set("llguidance numpy"),
+            "grammar_worker.py": _set("llguidance"),
+        },
     ),
     "servers": Rule(
         knows="what serves an engine to clients: Triton's Python model and its repository, Dynamo's worker",

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from queue import Empty, LifoQueue
@@ -27,9 +28,9 @@ class ProcessEndedError(Exception):
 class LimitedProcesses:
     """Any thread may ask. The processes end with this object, and with the program."""
 
-    def __init__(self, program: str, *, time_limit_s: float) -> None:
-        """`program` is the path of a Python file."""
-        self._program = program
+    def __init__(self, program: str, *arguments: str, time_limit_s: float) -> None:
+        """`program` is the path of a Python file; it finds its `arguments` in sys.argv[3:]."""
+        self._program = (program, *arguments)
         self._time_limit_s = time_limit_s
         self._idle: LifoQueue[_Process | None] = LifoQueue()  # None: not started
         for _ in range(_NUM_PROCESSES):
@@ -59,14 +60,15 @@ class LimitedProcesses:
 
 
 class _Process:
-    def __init__(self, program: str, time_limit_s: float) -> None:
+    def __init__(self, program: Sequence[str], time_limit_s: float) -> None:
+        file, *arguments = program
         self._time_limit_s = time_limit_s
         self._is_ready = False
         self._pipe, theirs = Pipe()
         # The current import path, which may differ from the one at the start, and this package.
         search_path = [path or os.getcwd() for path in sys.path] + [str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(
-            [_interpreter(), "-P", program, str(theirs.fileno()), str(time_limit_s)],
+            [_interpreter(), "-P", file, str(theirs.fileno()), str(time_limit_s), *arguments],
             pass_fds=(theirs.fileno(),),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)},
             stdin=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
 
 
 def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a request that crashes the process fills no disk
     statm = Path("/proc/self/statm")
     if statm.exists():  # Linux; elsewhere this limit is not enforced
         num_bytes = int(statm.read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY_BYTES

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from functools import cache
-from threading import Lock
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from tempfile import mkstemp
+from threading import Lock, local
 from typing import Any, Final
+from weakref import finalize
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
 from dflash_trt.core.constraint import ConstraintError, MaskedBlock
 from dflash_trt.core.errors import RequestError
+from dflash_trt.core.limited_process import LimitedProcesses, ProcessEndedError
+from dflash_trt.core.limited_worker import MAX_MEMORY_BYTES
 from dflash_trt.core.sampling import SamplingParams
+from dflash_trt.serving import grammar_worker
+from dflash_trt.serving.grammar_trial import compiled, message
+from dflash_trt.serving.mask_threads import TIME_LIMIT_S, LateError, MaskThreads
 
 _END: Final = "<|end of the constraint|>"  # a token that no model has: it stands where a text may end
-# White space between two tokens of JSON, for schemas without options of their own; without a limit a model may write it
-# until max_new_tokens.
-_JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_OF_THREAD: Final = local()
 _MAX_COMPILED: Final = 256
+_TIME_LIMIT_S: Final = 4.0  # to compile a constraint
 
 
 class GrammarCompiler:
@@ -47,7 +56,9 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._backend, self._vocab_size)
             grammar = self._compiled.pop((field, text), None)
-        grammar = grammar or Grammar(self._vocabulary, field, text)
+        if grammar is None:
+            self._vocabulary.try_out(field, text)
+            grammar = Grammar(self._vocabulary, field, text)
         with self._lock:
             self._compiled[field, text] = grammar
             if len(self._compiled) > _MAX_COMPILED:
@@ -64,6 +75,13 @@ class Vocabulary:
         self.size = vocab_size
         self.end_id: int = with_end.token_to_id(_END)
         num_ids = max(vocab_size, self.end_id + 1)
+        descriptor, path = mkstemp(prefix="dflash-trt-tokenizer-", suffix=".json")
+        finalize(self, Path(path).unlink, missing_ok=True)
+        with open(descriptor, "w") as file:
+            file.write(with_end.to_str())
+        arguments = (grammar_worker.__file__, path, str(num_ids), str(self.end_id))
+        self._trials = LimitedProcesses(*arguments, time_limit_s=_TIME_LIMIT_S)
+        self._trials.start()  # it reads the tokenizer, too, at the same time
         try:
             self.tokens = LLTokenizer(with_end.to_str(), n_vocab=num_ids, eos_token=self.end_id)
         except Exception as error:  # whatever the library raises
@@ -75,6 +93,17 @@ class Vocabulary:
             ) from error
         self.num_words = -(-num_ids // 32)
 
+    def try_out(self, field: str, text: str) -> None:
+        """Raises RequestError: a constraint crashed, broke a limit or allows no text in a process of its own."""
+        try:
+            problem = self._trials.ask(json.dumps([field, text]).encode()).decode()
+        except ProcessEndedError as error:
+            megabytes = MAX_MEMORY_BYTES // 1024**2
+            expected = f"one that llguidance compiles within {_TIME_LIMIT_S:g} s and {megabytes} MiB, without a crash"
+            raise _refused(field, expected, str(error)) from error
+        if problem:
+            raise _refused(field, "one that llguidance compiles", problem)
+
 
 class Grammar:
     """Implements TokenConstraint."""
@@ -82,14 +111,9 @@ class Grammar:
     def __init__(self, vocabulary: Vocabulary, field: str, text: str) -> None:
         """Raises RequestError."""
         self._vocabulary = vocabulary
-        self._matcher = LLMatcher(vocabulary.tokens, _source(field, text), log_level=0)
+        self._matcher = compiled(vocabulary.tokens, field, text)
         if self._matcher.is_error():
-            raise RequestError.about(
-                f"sampling {field}",
-                expected="one that llguidance compiles",
-                found=_message(self._matcher.get_error()),
-                hint="Correct it, or leave out what is not implemented.",
-            )
+            raise _refused(field, "one that llguidance compiles", message(self._matcher.get_error()))
 
     def start(self, stop_token_ids: Collection[int]) -> GrammarMatcher:
         stop_ids = frozenset(token for token in stop_token_ids if token < self._vocabulary.size)
@@ -104,6 +128,7 @@ class GrammarMatcher:
         self._vocabulary = vocabulary
         self._stop_ids = stop_ids
         self._is_finished = False
+        self._failure: str | None = None
         self.num_mask_words = -(-vocabulary.size // 32)
 
     @property
@@ -111,6 +136,12 @@ class GrammarMatcher:
         return self._is_finished
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if not token_ids or self._failure is not None:
+            return 0
+        (num_allowed,) = self._call_all({self: lambda: self._num_allowed(token_ids)})
+        return num_allowed or 0
+
+    def _num_allowed(self, token_ids: Sequence[int]) -> int:
         text_ids = self._text_of(token_ids)
         num_allowed = self._matcher.validate_tokens(text_ids)
         if num_allowed < len(text_ids) or len(text_ids) == len(token_ids):
@@ -118,42 +149,71 @@ class GrammarMatcher:
         return num_allowed + self._may_end(text_ids)
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        num_taken = self._matcher.try_consume_tokens(list(token_ids))
+        num_taken: int | None = None
+        if self._failure is None:
+            (num_taken,) = self._call_all({self: lambda: self._advance(list(token_ids))})
+        if num_taken is None or self._failure is not None:
+            raise ConstraintError(self._failure)
+        return num_taken
+
+    def _advance(self, token_ids: list[int]) -> int:
+        num_taken = self._matcher.try_consume_tokens(token_ids)
+        if self._matcher.is_error():  # which counts as stopped, too
+            raise ConstraintError(message(self._matcher.get_error()))
         self._is_finished = self._matcher.is_stopped()
         if num_taken < len(token_ids) and not self._is_finished:
             if self._stop_ids or not self._may_end([]):
-                reason = self._matcher.get_error() or f"token {token_ids[num_taken]}"
-                raise ConstraintError(_message(reason))
+                raise ConstraintError(f"token {token_ids[num_taken]}")
             self._is_finished = True  # the only token that could follow was the end
         return num_taken
 
-    @staticmethod
-    def fill_masks(blocks: Sequence[MaskedBlock], bits: Any) -> None:
+    @classmethod
+    def fill_masks(cls, blocks: Sequence[MaskedBlock], bits: Any) -> None:
+        """A constraint that has failed allows every token: `advance` says so before any counts."""
         matchers = [matcher for matcher, _ in blocks if isinstance(matcher, GrammarMatcher)]
         assert len(matchers) == len(blocks), "the constraints of an engine are of one kind"
         vocabulary = matchers[0]._vocabulary
         known = np.full((len(bits), vocabulary.num_words), -1, np.int32)
-        alone, drafted, first = [], [], 0
-        for matcher, block in zip(matchers, blocks, strict=True):
-            text_ids = matcher._text_of(block.draft_tokens)
-            if text_ids:
-                drafted.append((matcher._matcher, first, text_ids))
-            else:
-                alone.append((matcher._matcher, first))
-            first += block.num_rows
-        if alone:
-            fill_next_token_bitmask_par(_threads(), alone, known)
-        if drafted:
-            fill_next_token_bitmask_par_with_draft_tokens(_threads(), drafted, known)
+        firsts = [0, *accumulate(block.num_rows for block in blocks)][:-1]
+        calls = {
+            matcher: partial(matcher._fill, block.draft_tokens, known, first)
+            for matcher, block, first in zip(matchers, blocks, firsts, strict=True)
+            if matcher._failure is None
+        }
+        cls._call_all(calls)
         may_end = _bit(known, vocabulary.end_id)
         bits[:] = known[:, : bits.shape[1]]
         if vocabulary.end_id < vocabulary.size:
             _set_bit(bits, slice(None), vocabulary.end_id, False)
-        first = 0
-        for matcher, block in zip(matchers, blocks, strict=True):
-            rows = first + np.flatnonzero(may_end[first : first + block.num_rows])
-            matcher._allow_stops(bits, rows)
-            first += block.num_rows
+        for matcher, block, first in zip(matchers, blocks, firsts, strict=True):
+            if matcher._failure is None:
+                matcher._allow_stops(bits, first + np.flatnonzero(may_end[first : first + block.num_rows]))
+            else:
+                bits[first : first + block.num_rows] = -1
+
+    def _fill(self, draft_tokens: Sequence[int], known: Any, first: int) -> None:
+        text_ids = self._text_of(draft_tokens)
+        if text_ids:
+            fill_next_token_bitmask_par_with_draft_tokens(_executor(), [(self._matcher, first, text_ids)], known)
+        else:
+            fill_next_token_bitmask(self._matcher, known, first)
+        if self._matcher.is_error():
+            raise ConstraintError(message(self._matcher.get_error()))
+
+    @staticmethod
+    def _call_all(calls: Mapping[GrammarMatcher, Callable[[], Any]]) -> list[Any]:
+        """The results; None for a matcher that fails, which no call may touch any more."""
+        if not calls:
+            return []
+        results = _threads().call_all(list(calls.values()))
+        for matcher, result in zip(calls, results, strict=True):
+            if isinstance(result, LateError):
+                matcher._failure = f"one that takes more than {TIME_LIMIT_S:g} s for a token"
+            elif isinstance(result, ConstraintError):
+                matcher._failure = str(result)
+            elif isinstance(result, Exception):
+                raise result
+        return [None if isinstance(result, Exception) else result for result in results]
 
     def _text_of(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens before the first one that ends the request."""
@@ -171,22 +231,9 @@ class GrammarMatcher:
             bits[rows[~bits[rows].any(1)]] = -1
 
 
-def _source(field: str, text: str) -> str:
-    """The grammar in the language of llguidance."""
-    if field == "json_schema":
-        own = json.loads(text).get("x-guidance")  # llguidance's options in the schema itself
-        return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS if own is None else None)
-    if field == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if field == "choice":
-        choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
-    return LLMatcher.grammar_from_lark(text)
-
-
-def _message(error: str) -> str:
-    """llguidance's words without the parser's state, on one line."""
-    return " ".join(error.partition("\n<state>")[0].split())
+def _refused(field: str, expected: str, found: str) -> RequestError:
+    hint = "Correct or simplify it, or leave out what is not implemented."
+    return RequestError.about(f"sampling {field}", expected=expected, found=found, hint=hint)
 
 
 def _bit(bits: Any, token: int) -> Any:  # int32 [N, words] -> bool [N]
@@ -199,7 +246,17 @@ def _set_bit(bits: Any, rows: Any, token: int, value: bool) -> None:
     words[rows, token // 32] = words[rows, token // 32] | bit if value else words[rows, token // 32] & ~bit
 
 
-@cache
-def _threads() -> LLExecutor:
-    """The threads that make masks, of all engines of the process."""
-    return LLExecutor()
+def _threads() -> MaskThreads:
+    """Of the calling thread, in this process: a forked child has none of its parent's threads."""
+    if getattr(_OF_THREAD, "process_id", None) != os.getpid():
+        _OF_THREAD.process_id, _OF_THREAD.threads = os.getpid(), MaskThreads()
+    threads: MaskThreads = _OF_THREAD.threads
+    return threads
+
+
+def _executor() -> LLExecutor:
+    """Of the calling thread."""
+    if not hasattr(_OF_THREAD, "executor"):
+        _OF_THREAD.executor = LLExecutor(1)
+    executor: LLExecutor = _OF_THREAD.executor
+    return executor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
-from dflash_trt.servers.dynamo.request_fields import read_request
+from dflash_trt.servers.dynamo.request_fields import Order, read_request
 from dflash_trt.servers.dynamo.responses import response
 from dflash_trt.servers.dynamo.settings import sampling_defaults
 
@@ -58,9 +60,7 @@ class EngineService:
         """
         limits = self._generator.limits
         order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
-        stream = self._generator.submit(
-            order.prompt_token_ids, order.sampling, cache_salt=order.cache_salt, priority=order.priority
-        )
+        stream = await self._submit(order)
         self._streams[request_id] = stream
         try:
             while chunks := await stream.take_steps_async():
@@ -72,6 +72,28 @@ class EngineService:
             self._streams.pop(request_id, None)
             stream.cancel()
 
+    async def _submit(self, order: Order) -> RequestStream:
+        """A constraint may take seconds to compile: then not in the event loop.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        submit = partial(
+            self._generator.submit,
+            order.prompt_token_ids,
+            order.sampling,
+            cache_salt=order.cache_salt,
+            priority=order.priority,
+        )
+        if order.sampling.grammar_field is None:
+            return submit()
+        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_stream)
+            raise
+
     def abort(self, request_id: str) -> None:
         """End a request whose client has left."""
         stream = self._streams.get(request_id)
@@ -80,6 +102,12 @@ class EngineService:
 
     def close(self) -> None:
         self._generator.close()
+
+
+def _cancel_stream(submitting: asyncio.Future[RequestStream]) -> None:
+    """Of a request whose client has left meanwhile."""
+    if submitting.exception() is None:
+        submitting.result().cancel()
 
 
 def open_service(

@@ -1,7 +1,8 @@
-"""Threads that read prompts beside the server's own: for short texts, for short conversations, for whatever is long.
+"""Threads that read prompts beside the server's own: for short texts, for short conversations and requests with
+a constraint, for whatever is long.
 
-So a prompt that takes seconds to tokenize delays other long ones only, and a chat template that takes its whole time
-delays other conversations only. What waits is bounded in bytes.
+So a prompt that takes seconds to tokenize delays other long ones only, and a chat template or a constraint that takes
+its whole time delays others of its kind only. What waits is bounded in bytes.
 """
 
 import threading
@@ -21,10 +22,10 @@ class PromptLanes:
         self._lock = threading.Lock()  # of the number below
         self._num_bytes = 0
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-short-prompts")
-        self._conversations = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dflash-conversations")
+        self._slow = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dflash-slow-prompts")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-long-prompts")
 
-    def put(self, read: Callable[[], None], num_bytes: int, *, is_conversation: bool = False) -> "Future[None]":
+    def put(self, read: Callable[[], None], num_bytes: int, *, is_slow: bool = False) -> "Future[None]":
         """Have a prompt of so many bytes read; it may be taken back as long as it waits.
 
         Raises:
@@ -37,7 +38,7 @@ class PromptLanes:
                 found = str(self._num_bytes + num_bytes)
                 raise QueueFullError.about("prompts", expected=expected, found=found, hint="Try again later.")
             self._num_bytes += num_bytes
-        lane = self._conversations if is_conversation else self._short
+        lane = self._slow if is_slow else self._short
         if num_bytes > SHORT_BYTES:
             lane = self._long
         future = lane.submit(read)
@@ -46,7 +47,7 @@ class PromptLanes:
 
     def close(self) -> None:
         """Stop; waiting prompts are never read."""
-        for lane in (self._short, self._conversations, self._long):
+        for lane in (self._short, self._slow, self._long):
             lane.shutdown(wait=False, cancel_futures=True)
 
     def _release(self, num_bytes: int) -> None:

@@ -57,6 +57,11 @@ class Order:
     def is_conversation(self) -> bool:
         return self.messages is not None or "messages" in self.prompt
 
+    @property
+    def is_slow(self) -> bool:
+        """True if a process of limited time has a part in reading it: a chat template, or a constraint."""
+        return self.is_conversation or self.sampling.grammar_field is not None
+
     def parsed_prompt(self) -> Prompt:
         """Raises RequestError for invalid JSON."""
         prompt = dict(self.prompt)

@@ -168,13 +168,11 @@ class EngineService:
                 self._refuse(request.channel, _stopping(), "UNAVAILABLE")
                 return
             self._open.add(request)
-        if "prompt_token_ids" in request.order.prompt:
+        if "prompt_token_ids" in request.order.prompt and not request.order.is_slow:
             self._begin(request)
             return
         try:
-            request.reading = self._lanes.put(
-                lambda: self._begin(request), num_bytes, is_conversation=request.order.is_conversation
-            )
+            request.reading = self._lanes.put(lambda: self._begin(request), num_bytes, is_slow=request.order.is_slow)
         except QueueFullError:
             self._forget(request)
             raise
