@@ -46,6 +46,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "EXP": torch.exp,
     "LOG": torch.log,
     "ISNAN": torch.isnan,
+    "ISINF": torch.isinf,
 }
 _CLASSES = {
     "ACTIVATION": "IActivationLayer",

@@ -19,10 +19,16 @@ from dflash_trt.backends.torch.process_group import ONE_RANK
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import StepHandle, StepPlan
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
-from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
+from tests.traces import GREEDY, PROMPTS, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair
 from tests.trt.ranks import interpreted_ranks
 from tests.trt.test_plugins import PluginReference, define_with_plugins
@@ -164,6 +170,50 @@ def test_slots_are_in_the_memory_of_an_engine_and_snapshots_are_not(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * slot_bytes, 0))
     with pytest.raises(CapacityError, match=f"beside {9 * slot_bytes} bytes of recurrent state"):
         trt_executor._page_plan(engine, spec, RuntimeConfig(), ONE_RANK)
+
+
+class SpoiledSlot:
+    """An executor whose slot 1 gets a state that is not finite before some step of its request; None: it does not."""
+
+    has_queue, can_retry = False, False
+
+    def __init__(self, executor: InterpretedExecutor, value: float | None) -> None:
+        self.executor, self.limits, self.value, self.num_steps = executor, executor.limits, value, 0
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.num_steps += 1
+        if self.num_steps == 4 and self.value is not None:
+            assert set(plan.rows.slot_ids.tolist()) > {1}, "it has mates"
+            self.executor._state.slots["target_state.0.state"][1] = self.value
+        return self.executor.submit(plan)
+
+
+def outputs_of(executor: SpoiledSlot) -> list[GenerationOutput]:
+    """Of seven prompts on three slots, one chunk of a prompt in a step beside verify blocks."""
+    scheduler = Scheduler(executor.limits, SchedulerConfig(enable_prefix_caching=False), FixedDraftLength(3))
+    loop = EngineLoop(executor, scheduler)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=True)
+    streams = [
+        loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling))
+        for i, prompt in enumerate([*PROMPTS, *PROMPTS[:3]])
+    ]
+    while loop.step():
+        loop.check_integrity()
+    return [stream.result(timeout_s=1) for stream in streams]
+
+
+@pytest.mark.parametrize("pair", ["qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_state_that_is_not_finite_reaches_no_other_request(
+    trt: ModuleType, pair: tuple[Path, Path], value: float
+) -> None:
+    """Neither beside it, over one triangle of rows, nor behind it in its slot."""
+    ours = InterpretedExecutor(define_pair(trt, *pair), num_pages=NUM_PAGES, max_batch_size=3)
+    clean, found = (outputs_of(SpoiledSlot(ours, given)) for given in (None, value))
+    assert [output.finish_reason for output in found] == ["length", "error", *["length"] * 5]
+    for output, healthy in zip(found[:1] + found[2:], clean[:1] + clean[2:], strict=True):
+        assert output.token_ids == healthy.token_ids
+        torch.testing.assert_close(torch.tensor(output.logprobs), torch.tensor(healthy.logprobs), rtol=0, atol=1e-4)
 
 
 def _fold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,11 @@
 Exact and slow, for checks and tiny engines: the block's triangle is as large as the step, and every row has a copy of
 its request's state. `backends/torch/gated_delta.py` is the definition, with its equations. Slots are values here: what
 a step leaves in them is a new tensor of each part, which the step returns as the state's outputs.
+
+Products over all rows of a step go through `_over_rows`: a weight of 0 does not hide another request's NaN.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,7 +41,7 @@ class _StepRows:
     sees: ITensor  # bool [1, T, T]: a row of the same request, not behind
     sees_before: ITensor  # the same without the row itself
     is_row: ITensor  # bool [1, T, T]: the row itself
-    has_row: ITensor  # float32 [R, T]: 1 where a row is the request's
+    is_of_request: ITensor  # bool [R, T]
     levels: Sequence[ITensor]  # bool [1, T, T]: for `_inverse`
 
 
@@ -167,7 +170,7 @@ class DeltaLowering:
         log_rate, dt_bias = (layers.reshape(x, (1, -1)) for x in (parameters.log_rate, parameters.dt_bias))
         softplus = _softplus(layers, layers.binary("SUM", a, dt_bias))
         decay = layers.unary("NEG", layers.binary("PROD", softplus, layers.unary("EXP", log_rate)))
-        sees = layers.reshape(layers.cast(self._rows.sees, "float32"), (-1, self._num_rows))
+        sees = layers.reshape(self._rows.sees, (-1, self._num_rows))
         return _Block(
             q=layers.transpose(_of_value_heads(layers, q, spec, axis=1), (1, 0, 2)),
             k=layers.transpose(_of_value_heads(layers, k, spec, axis=1), (1, 0, 2)),
@@ -175,7 +178,7 @@ class DeltaLowering:
             keys=k,
             rate=_by_head(layers, layers.sigmoid(b)),
             decay=decay,
-            total=layers.matmul(sees, decay),
+            total=_over_rows(layers, layers.cast(sees, "float32"), decay, sees),
         )
 
     @property
@@ -194,9 +197,11 @@ class DeltaLowering:
         from_state = layers.unary("EXP", total)
         of_rows = layers.gather(state, rows.request_of_row)  # [T, H, DK, DV]
         of_k, of_q = (layers.binary("PROD", from_state, _times(layers, x, of_rows)) for x in (block.k, block.q))
-        deltas = layers.matmul(inverse, layers.binary("PROD", block.rate, layers.binary("SUB", block.v, of_k)))
+        wanted = layers.binary("PROD", block.rate, layers.binary("SUB", block.v, of_k))
+        deltas = _over_rows(layers, inverse, wanted, rows.sees)
         seen = layers.binary("PROD", between, layers.matmul(block.q, block.k, is_b_transposed=True))
-        attended = layers.binary("SUM", of_q, layers.matmul(seen, deltas))
+        seen = _cleared(layers, seen, rows.sees)
+        attended = layers.binary("SUM", of_q, _over_rows(layers, seen, deltas, rows.sees))
         return layers.transpose(attended, (1, 0, 2)), deltas
 
     def _inverse(self, lower: ITensor) -> ITensor:  # [H, T, T]
@@ -206,7 +211,8 @@ class DeltaLowering:
         for level, is_between in enumerate(rows.levels):
             between = _cleared(layers, lower, is_between)
             if level > 0:
-                between = layers.matmul(layers.matmul(inverse, between), inverse)
+                between = _over_rows(layers, inverse, between, rows.sees)
+                between = _over_rows(layers, between, inverse, rows.sees)
             inverse = layers.binary("SUB", inverse, between)
         return inverse
 
@@ -236,13 +242,15 @@ class DeltaLowering:
     def _state_behind(self, block: _Block, deltas: ITensor, state: ITensor, spec: Recurrent) -> ITensor:
         """[R, H, DK, DV]: of a prompt that behind its rows."""
         layers, rows, heads = self._layers, self._rows, spec.num_value_heads
-        whole = layers.matmul(rows.has_row, block.decay)  # [R, H]
+        has_row = layers.cast(rows.is_of_request, "float32")
+        whole = _over_rows(layers, has_row, block.decay, rows.is_of_request)  # [R, H]
         left = layers.binary("SUB", layers.gather(whole, rows.request_of_row), block.total)
         keys = layers.binary("PROD", block.k, layers.unary("EXP", _by_head(layers, left)))  # [H, T, DK]
-        has_row = layers.reshape(rows.has_row, (-1, 1, 1, self._num_rows))
+        is_of_request = layers.reshape(rows.is_of_request, (-1, 1, 1, self._num_rows))
         turned = layers.reshape(layers.transpose(keys, (0, 2, 1)), (1, heads, spec.key_head_dim, -1))
-        of_request = layers.binary("PROD", has_row, turned)  # [R, H, DK, T]
-        added = layers.matmul(of_request, layers.reshape(deltas, (1, heads, -1, spec.value_head_dim)))
+        of_request = _cleared(layers, turned, is_of_request)  # [R, H, DK, T]
+        by_head = layers.reshape(deltas, (1, heads, -1, spec.value_head_dim))
+        added = _over_rows(layers, of_request, by_head, is_of_request)
         kept = layers.binary("PROD", state, layers.reshape(layers.unary("EXP", whole), (-1, heads, 1, 1)))
         is_prompt = layers.binary("GREATER", layers.reshape(rows.num_rows, (-1, 1, 1, 1)), spec.num_records)
         return layers.where(is_prompt, layers.binary("SUM", kept, added), state)
@@ -288,7 +296,7 @@ def _step_rows(
         sees=layers.binary("AND", is_same, layers.unary("NOT", layers.binary("LESS", down, right))),
         sees_before=layers.binary("AND", is_same, is_behind),
         is_row=layers.binary("EQUAL", down, right),
-        has_row=layers.cast(is_of_request, "float32"),
+        is_of_request=is_of_request,
         levels=[_between_blocks(layers, down, right, 1 << i) for i in range((max_num_tokens - 1).bit_length())],
     )
 
@@ -303,6 +311,19 @@ def _between_blocks(layers: Layers, down: ITensor, right: ITensor, size: int) ->
 def _cleared(layers: Layers, x: ITensor, is_kept: ITensor) -> ITensor:
     """Selected, not multiplied: a slot that nobody has written may hold anything."""
     return layers.where(is_kept, x, layers.like(0.0, x))
+
+
+def _over_rows(
+    layers: Layers,
+    weights: ITensor,  # float32 [..., N, T], 0 where `has_row` is false
+    x: ITensor,  # float32 [..., T, C]
+    has_row: ITensor,  # bool [..., N, T]
+) -> ITensor:  # [..., N, C]
+    """weights @ x, in which a number of x that is not finite reaches the results that have its row, and no other."""
+    is_bad = layers.binary("OR", layers.unary("ISNAN", x), layers.unary("ISINF", x))
+    product = layers.matmul(weights, _cleared(layers, x, layers.unary("NOT", is_bad)))
+    num_bad = layers.matmul(layers.cast(has_row, "float32"), layers.cast(is_bad, "float32"))
+    return layers.where(layers.binary("GREATER", num_bad, 0.0), layers.like(math.nan, product), product)
 
 
 def _by_head(layers: Layers, x: ITensor) -> ITensor:  # [T, H] -> [H, T, 1]
