@@ -70,14 +70,18 @@ def _request(template: str, messages: Sequence[Any], variables: Mapping[str, Any
         ) from error
     limit = max_conversation_bytes(max_bytes)
     if limit is not None and len(request) > limit:
-        expected, hint = f"at most {limit} bytes of messages as JSON", "Shorten the messages."
-        raise RequestError.about("chat prompt", expected=expected, found=str(len(request)), hint=hint)
+        raise conversation_too_long(len(request), limit)
     return request
 
 
 def max_conversation_bytes(max_text_bytes: int | None) -> int | None:
     """As JSON, for a text of so many bytes; None: any number."""
     return None if max_text_bytes is None else max(_MIB, _MAX_BYTES_PER_TEXT_BYTE * max_text_bytes)
+
+
+def conversation_too_long(num_bytes: int, max_bytes: int) -> RequestError:
+    expected, hint = f"at most {max_bytes} bytes of messages as JSON", "Shorten the messages."
+    return RequestError.about("chat prompt", expected=expected, found=str(num_bytes), hint=hint)
 
 
 def text_too_long(num_bytes: int, max_bytes: int) -> RequestError:

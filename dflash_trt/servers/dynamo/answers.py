@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 from dflash_trt.servers.dynamo.api_fields import ENGINE_DATA
 
 _SUMMED: Final = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 _LISTS: Final = ("per_step_accepted", "per_step_drafted")
+
+
+def error_object(code: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's API has it."""
+    return {"error": {"message": message, "type": HTTPStatus(code).phrase, "param": None, "code": int(code)}}
+
+
+def as_error_object(answer: Any, code: int) -> dict[str, Any]:
+    """The same of an error as the front end has it: the fields at the root, or below `error`, or text."""
+    found = answer.get("error") or answer if isinstance(answer, Mapping) else answer
+    if not isinstance(found, Mapping):
+        return error_object(code, str(found))
+    number: Any = found.get("code")
+    if number in {status.value for status in HTTPStatus}:
+        code = number
+    return error_object(code, str(found.get("message", found)))
 
 
 def joined(answers: Sequence[dict[str, Any]], *, keeps_engine_data: bool) -> dict[str, Any]:

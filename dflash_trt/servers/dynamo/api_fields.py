@@ -10,20 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.sampling import SamplingParams, sample_seed
+from dflash_trt.engine_dir.template_renderer import conversation_too_long, max_conversation_bytes, text_too_long
+from dflash_trt.serving.prompts import too_many_tokens
 
 CHAT: Final = "chat/completions"
 COMPLETIONS: Final = "completions"
 RESPONSES: Final = "responses"
 
 ANNOTATION: Final = "dflash-trt:"  # before a JSON object of sampling parameters, among `nvext.annotations`
+STRUCTURED_OUTPUTS: Final = "structured_outputs"
 ENGINE_DATA: Final = "engine_data"  # what a worker tells of a request, among `nvext.extra_fields`
 
 # They name a person, a session or a key, and ask for nothing.
 LABELS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
 _GRAMMARS: Final = ("json_schema", "regex", "choice", "grammar")
+# Members of vLLM's `structured_outputs`, with the sampling parameters that serve them.
+_STRUCTURED: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_ANY_OBJECT: Final = {"type": "object"}  # of `structured_outputs.json_object`
+_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", *_GRAMMARS)
+
+_TEXT_PARTS: Final = (None, "text", "refusal", "input_text", "output_text", "reasoning_text")
+_CONVERSATION: Final = ("messages", "input", "instructions", "tools", "chat_template_kwargs")
 _PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 # Sampling parameters in our words that the front end refuses or drops at a path.
@@ -40,8 +51,8 @@ _DROPPED: Final[dict[str, tuple[Any, ...]]] = {
     "parallel_tool_calls": (True,),
 }
 DROPPED: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
-    CHAT: _DROPPED | {"modalities": (["text"],), "prediction": (), "web_search_options": ()},
-    COMPLETIONS: _DROPPED | {"suffix": ("",)},
+    CHAT: _DROPPED | {"echo": (False,), "modalities": (["text"],), "prediction": (), "web_search_options": ()},
+    COMPLETIONS: _DROPPED | {"suffix": ("",), "echo": (False,)},
     RESPONSES: _DROPPED | {"truncation": ("disabled",), "conversation": (), "top_logprobs": (0,), "include": ([],)},
 }
 
@@ -61,16 +72,18 @@ class ApiRequest:
     wants_engine_data: bool
 
 
-def read_api_request(path: str, body: Mapping[str, Any]) -> ApiRequest:
+def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser: bool) -> ApiRequest:
     """`body` of a POST to /v1/`path`.
 
     Raises:
         RequestError: names every field that nobody would read, and an `n` out of range.
     """
-    raise_all(RequestError, "request", _problems(path, body))
-    annotated = {name: body[name] for name in ANNOTATED[path] if body.get(name) is not None}
+    problems = [*_problems(path, body), *_nvext_problems(body), *_part_problems(body)]
+    raise_all(RequestError, "request", problems + ([] if has_tool_call_parser else _tool_problems(body)))
+    annotated = {name: body[name] for name in ANNOTATED[path] if body.get(name) is not None} | _structured(body)
     labels = frozenset() if path == RESPONSES else LABELS  # a response says them again
-    kept = {name: value for name, value in body.items() if name not in labels | ANNOTATED[path] | DROPPED[path].keys()}
+    left_out = labels | ANNOTATED[path] | DROPPED[path].keys() | {STRUCTURED_OUTPUTS}
+    kept = {name: value for name, value in body.items() if name not in left_out}
     nvext = dict(body.get("nvext") or {})
     extra = list(nvext.get("extra_fields") or ())
     if annotated:
@@ -87,9 +100,83 @@ def read_api_request(path: str, body: Mapping[str, Any]) -> ApiRequest:
 def _problems(path: str, body: Mapping[str, Any]) -> list[str]:
     unread = {name for name, neutral in DROPPED[path].items() if body.get(name) not in (None, *neutral)}
     if path == RESPONSES:
-        unread |= body.keys() - set(_READ_RESPONSES.split()) - ANNOTATED[path] - LABELS - DROPPED[path].keys()
+        known = {*_READ_RESPONSES.split(), STRUCTURED_OUTPUTS}
+        unread |= body.keys() - known - ANNOTATED[path] - LABELS - DROPPED[path].keys()
     expected = "nothing, for this server does not implement it"
-    return [problem(name, expected=expected, found=f"{body[name]!r:.80}") for name in sorted(unread)]
+    return [problem(name, expected=expected, found=shown(body[name])) for name in sorted(unread)]
+
+
+def _nvext_problems(body: Mapping[str, Any]) -> list[str]:
+    nvext = body.get("nvext")
+    if nvext is None:
+        return []
+    if not isinstance(nvext, Mapping):
+        return [problem("nvext", expected="an object", found=shown(nvext))]
+    return [
+        problem(f"nvext.{name}", expected="a list of strings", found=shown(nvext[name]))
+        for name in ("annotations", "extra_fields")
+        if nvext.get(name) is not None
+        and not (isinstance(nvext[name], list) and all(isinstance(item, str) for item in nvext[name]))
+    ]
+
+
+def _part_problems(body: Mapping[str, Any]) -> list[str]:
+    """Images, audio and files in messages: the front end drops some of them."""
+    problems = []
+    for field in ("messages", "input"):
+        items = body.get(field)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            parts = item.get("content") if isinstance(item, Mapping) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, Mapping) and part.get("type") not in _TEXT_PARTS:
+                    expected, found = "text, for this server reads nothing else", shown(part["type"])
+                    problems.append(problem(f"{field}[{index}].content", expected=expected, found=found))
+    return problems
+
+
+def _tool_problems(body: Mapping[str, Any]) -> list[str]:
+    if not body.get("tools") or body.get("tool_choice") == "none":
+        return []
+    expected, hint = "none, for nothing parses tool calls", "Start the server with --tool-call-parser NAME."
+    return [problem("tools", expected=expected, found=shown(body["tools"]), hint=hint)]
+
+
+def _structured(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameter of vLLM's `structured_outputs`. Raises RequestError."""
+    value = body.get(STRUCTURED_OUTPUTS)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError.about(STRUCTURED_OUTPUTS, expected="an object", found=shown(value))
+    given = {name: item for name, item in value.items() if item is not None and item is not False}
+    expected = "nothing, for this server does not implement it"
+    unread = sorted(given.keys() - {*_STRUCTURED, "json_object"})
+    problems = [problem(f"{STRUCTURED_OUTPUTS}.{name}", expected=expected, found=shown(given[name])) for name in unread]
+    raise_all(RequestError, "request", problems)
+    others = [name for name in _GUIDED if body.get(name) is not None]
+    if len(given) != 1 or others:
+        expected = f"exactly one of {', '.join(_STRUCTURED)}, json_object"
+        found = " and ".join([*given, *others]) or "none"
+        raise RequestError.about(STRUCTURED_OUTPUTS, expected=expected, found=found)
+    ((name, item),) = given.items()
+    return {"json_schema": _ANY_OBJECT} if name == "json_object" else {_STRUCTURED[name]: item}
+
+
+def check_size(path: str, body: Mapping[str, Any], *, max_prompt_tokens: int, max_text_bytes: int) -> None:
+    """Raises RequestError: the prompt cannot fit, by its size alone, so the front end need not tokenize it."""
+    if path == COMPLETIONS:
+        prompts: Any = body.get("prompt")
+        is_one = not isinstance(prompts, list) or not any(isinstance(item, str | list) for item in prompts)
+        for prompt in [prompts] if is_one else prompts:
+            if isinstance(prompt, list) and len(prompt) > max_prompt_tokens:
+                raise too_many_tokens(len(prompt), max_prompt_tokens)
+            if isinstance(prompt, str) and (size := len(prompt.encode(errors="surrogatepass"))) > max_text_bytes:
+                raise text_too_long(size, max_text_bytes)
+        return
+    limit = max_conversation_bytes(max_text_bytes)
+    found = len(json.dumps([body.get(name) for name in _CONVERSATION]))
+    if limit is not None and found > limit:
+        raise conversation_too_long(found, limit)
 
 
 def _samples(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -97,9 +184,9 @@ def _samples(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     num_samples = body.get("n")
     if path == RESPONSES or num_samples in (None, 1):
         return (body,)
-    num_samples = SamplingParams(n=num_samples).n
-    body = {name: value for name, value in body.items() if name != "n"}
     seed = body.get("seed")
+    num_samples = SamplingParams(n=num_samples, seed=seed).n
+    body = {name: value for name, value in body.items() if name != "n"}
     if seed is None:
         return (body,) * num_samples
     return tuple(body | {"seed": sample_seed(seed, index)} for index in range(num_samples))

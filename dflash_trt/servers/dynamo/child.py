@@ -11,6 +11,7 @@ import threading
 
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.servers.dynamo.connections import raise_file_limit
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings
 
 Task = WorkerSettings | GatewaySettings | tuple[str, ...]  # the front end's are the words of its command line
@@ -19,6 +20,7 @@ Task = WorkerSettings | GatewaySettings | tuple[str, ...]  # the front end's are
 def main() -> int:
     """Return the exit code."""
     let_threads_sleep()
+    raise_file_limit()
     stdin = os.fdopen(os.dup(0), "rb")
     task: Task = pickle.load(stdin)
     threading.Thread(target=_end_with, args=(stdin.fileno(),), name="dflash-supervisor-watch", daemon=True).start()

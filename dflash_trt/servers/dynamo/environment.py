@@ -43,8 +43,11 @@ def event_addresses(state: Path) -> tuple[str, str]:
 
 
 def is_registered(state: Path, instance_id: str) -> bool:
-    """True if a worker of this id can get requests."""
-    return any(_registrations(state, instance_id))
+    """True if the front end can send requests to a worker of this id: both its instance and its model are registered.
+
+    A worker that was paused for longer than its lease, ten seconds, loses both and never registers again.
+    """
+    return {"instances", "mdc"} <= {path.parent.name for path in _registrations(state, instance_id)}
 
 
 def forget_worker(state: Path, instance_id: str) -> None:

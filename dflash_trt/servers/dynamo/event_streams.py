@@ -8,16 +8,31 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
-from dflash_trt.servers.dynamo.answers import joined_usage, with_metrics
+from dflash_trt.servers.dynamo.answers import as_error_object, error_object, joined_usage, with_metrics
 from dflash_trt.servers.dynamo.api_fields import ENGINE_DATA
 
 _END: Final = b"\n\n"
 _DATA: Final = b"data: "
-_ERROR: Final = b"event: error"
+_ERROR: Final = b"error"
+_ERROR_NAME: Final = b"event: error"
 _DONE: Final = b"data: [DONE]"
 _ENGINE_DATA: Final = f'"{ENGINE_DATA}"'.encode()
+
+
+class StreamError(Exception):
+    """What ends a stream before its end; `body` is OpenAI's object of an error."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.body = body
+
+
+def cut_stream() -> StreamError:
+    message = "the stream has ended early: a process of the server was lost"
+    return StreamError(error_object(HTTPStatus.SERVICE_UNAVAILABLE, message))
 
 
 async def events(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
@@ -32,11 +47,20 @@ async def events(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 async def sample_events(chunks: AsyncIterable[bytes], *, keeps_engine_data: bool) -> AsyncGenerator[bytes, None]:
-    """The events of one sample; only the last one, which tells what speculation did, is read."""
+    """The events of one sample but its [DONE]; only the last one, which tells what speculation did, is read.
+
+    Raises:
+        StreamError: the front end tells an error, or its stream ends early.
+    """
     async for event in events(chunks):
+        if event == _DONE:
+            return
+        if _ERROR in event:
+            _check(event)
         if _ENGINE_DATA in event and event.startswith(_DATA):
             event = _event(with_metrics(json.loads(event[len(_DATA) :]), keeps_engine_data=keeps_engine_data))
-        yield event + _END
+        yield event
+    raise cut_stream()
 
 
 async def joined_events(
@@ -44,14 +68,15 @@ async def joined_events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of all samples as they come, each choice with the index of its sample, and one usage at the end.
 
-    An error of one sample ends all.
+    Raises:
+        StreamError: in one of the samples, which ends all.
     """
     queue: asyncio.Queue[tuple[int, bytes | None]] = asyncio.Queue()
 
     async def read(index: int) -> None:
         try:
             async for event in sample_events(samples[index], keeps_engine_data=keeps_engine_data):
-                queue.put_nowait((index, event.removesuffix(_END)))
+                queue.put_nowait((index, event))
         finally:
             queue.put_nowait((index, None))
 
@@ -65,24 +90,46 @@ async def joined_events(
             if event is None:
                 await readers[index]  # raises what has ended it
                 num_open -= 1
-            elif event.startswith(_ERROR):
-                yield event + _END
-                return
-            elif event.startswith(_DATA) and event != _DONE:
+            elif event.startswith(_DATA):
                 chunk = json.loads(event[len(_DATA) :])
                 identity = identity or {"id": chunk["id"]}
                 choices = [choice | {"index": index} for choice in chunk["choices"]]
                 if choices:
-                    yield _event(chunk | identity | {"choices": choices}) + _END
+                    yield _event(chunk | identity | {"choices": choices})
                 else:
                     endings.append(chunk)
         if endings:
             usage = joined_usage([chunk["usage"] for chunk in endings])
-            yield _event(endings[0] | identity | {"usage": usage}) + _END
-        yield _DONE + _END
+            yield _event(endings[0] | identity | {"usage": usage})
     finally:
         for reader in readers:
             reader.cancel()
+
+
+async def closed_events(whole: AsyncGenerator[bytes, None], *, is_response: bool) -> AsyncGenerator[bytes, None]:
+    """As clients get them: an error is an event, too, and [DONE] is the last in any case."""
+    try:
+        async for event in whole:
+            yield event + _END
+    except StreamError as error:
+        name = _ERROR_NAME + b"\n" if is_response else b""
+        fields = {**error.body["error"], "type": "error"} if is_response else {}
+        yield name + _event(fields | error.body) + _END
+    finally:
+        await whole.aclose()
+    yield _DONE + _END
+
+
+def _check(event: bytes) -> None:
+    """Raises StreamError: the event tells an error."""
+    lines = event.split(b"\n")
+    data = b"\n".join(line[len(_DATA) :] for line in lines if line.startswith(_DATA))
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = data.decode(errors="replace")
+    if _ERROR_NAME in lines or (isinstance(found, dict) and found.get("error")):
+        raise StreamError(as_error_object(found, HTTPStatus.INTERNAL_SERVER_ERROR))
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

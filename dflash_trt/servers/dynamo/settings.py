@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,11 +46,17 @@ class WorkerSettings(Frozen):
 
 
 class GatewaySettings(Frozen):
-    """Where clients come, and the URL of the front end behind."""
+    """Where clients come, the URL of the front end, and what the engine can take: see PromptReader.
+
+    Without a parser of tool calls, requests with tools are refused.
+    """
 
     host: str
     port: int
     frontend_url: str
+    max_prompt_tokens: int
+    max_text_bytes: int
+    has_tool_call_parser: bool
 
 
 def check_package() -> None:
@@ -89,16 +98,36 @@ def shared_card(engine: EngineDir) -> Path:
     """A directory with an engine's model card, at the same place for all its workers: Dynamo compares the paths.
 
     It is the tokenizer's, unless the engine has chat template options.
+
+    Raises:
+        ConfigError: another user of this machine could write there.
     """
     source = card_source(engine)
     if not engine.manifest.chat_template_options:
         return source
     files = sorted(engine.manifest.files[f"{TOKENIZER_DIR}/{path.name}"].sha256 for path in source.iterdir())
     key = json.dumps([files, engine.manifest.chat_template_options], sort_keys=True)
-    directory = Path(gettempdir(), f"dflash-trt-card-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
-    directory.mkdir(exist_ok=True)
+    directory = Path(gettempdir(), f"dflash-trt-card-{os.geteuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    _check_private(directory)
     write_card(engine, directory)
     return directory
+
+
+def _check_private(directory: Path) -> None:
+    """Raises ConfigError: another user may have made it, to lead our files elsewhere or to change them."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        found = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
+    elif status.st_uid != os.geteuid():
+        found = f"one of user {status.st_uid}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        found = f"one of mode {stat.S_IMODE(status.st_mode):o}"
+    else:
+        return
+    expected, hint = "a directory that only this user can write", "Remove it, or set TMPDIR to a directory of your own."
+    raise ConfigError.about(f"model card {directory}", expected=expected, found=found, hint=hint)
 
 
 def write_card(engine: EngineDir, directory: Path) -> None:

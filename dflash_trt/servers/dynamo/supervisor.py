@@ -1,7 +1,8 @@
 """The supervisor of `dflash-trt serve`: gateway, front end and workers as processes of one machine.
 
 A process that dies is started again, after a pause that grows with each start that fails. One that never serves, or
-fails to start several times in a row, ends the service.
+fails to start several times in a row, ends the service. A worker that has lost its registration is killed, which
+starts it again.
 """
 
 import json
@@ -17,7 +18,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from dflash_trt.core.errors import ConfigError, DFlashError
@@ -31,11 +31,14 @@ from dflash_trt.servers.dynamo.environment import (
     local_environment,
 )
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, write_card
+from dflash_trt.servers.dynamo.state_directory import state_directory
+from dflash_trt.serving.llm import open_codec, open_prompt_reader
 
 _POLL_S = 0.1
 _MAX_PAUSE_S = 30.0
 _MAX_FAILED_STARTS = 5
 _KILL_AFTER_S = 15.0
+_MAX_UNREGISTERED_S = 3.0
 _HTTP_TIMEOUT_S = 5.0
 _LOG = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class _Child:
     id_file: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     has_served: bool = False
+    unregistered_since_s: float | None = None
     num_failures: int = 0
     due_s: float = 0.0
     log: Callable[[str], None] = field(default=_LOG.warning, repr=False)
@@ -86,7 +90,7 @@ class _Child:
     def start(self) -> None:
         if self.id_file is not None:
             self.id_file.unlink(missing_ok=True)
-        self.has_served = False
+        self.has_served, self.unregistered_since_s = False, None
         with nullcontext(sys.stderr) if self.log_file is None else self.log_file.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dflash_trt.servers.dynamo.child"],
@@ -148,7 +152,7 @@ class Supervisor:
         from dflash_trt.servers.dynamo.event_broker import EventBroker
 
         with ExitStack() as stack:
-            self._state = Path(stack.enter_context(TemporaryDirectory(prefix="dflash-trt-serve-")))
+            self._state = stack.enter_context(state_directory())
             (self._state / "registrations").mkdir()
             (self._state / "home").mkdir()
             (self._state / "card").mkdir()
@@ -198,10 +202,25 @@ class Supervisor:
                 if now >= child.due_s:
                     child.start()
                 continue
-            child.has_served = child.has_served or self._is_serving(child)
             code = child.ended()
             if code is not None:
                 self._lost(child, code, now)
+            elif child.id_file is not None:
+                self._check_registration(child, now)
+            else:
+                child.has_served = child.has_served or self._is_answering(child)
+
+    def _check_registration(self, worker: _Child, now: float) -> None:
+        """Kill a worker that has served and that the front end does not know any more, as after a long pause."""
+        instance_id = worker.instance_id
+        if instance_id is not None and is_registered(self._state, instance_id):
+            worker.has_served, worker.unregistered_since_s = True, None
+        elif worker.has_served:
+            worker.unregistered_since_s = worker.unregistered_since_s or now
+            if now - worker.unregistered_since_s > _MAX_UNREGISTERED_S:
+                self._log(f"{worker.name} has lost its registration, as after a long pause: killed")
+                assert worker.process is not None
+                worker.process.kill()
 
     def _lost(self, child: _Child, code: int, now: float) -> None:
         instance_id = child.instance_id
@@ -225,26 +244,23 @@ class Supervisor:
             return False
         return {int(str(instance_id), 16) for instance_id in ids} <= self._known_instances() and self._has_model()
 
-    def _is_serving(self, child: _Child) -> bool:
-        """True if a worker has registered, or gateway and front end answer."""
-        if child.id_file is None:
-            return bool(self._get("/health"))
-        return child.instance_id is not None and is_registered(self._state, child.instance_id)
+    def _is_answering(self, door: _Child) -> bool:
+        """True if the front end answers, through the gateway if that is the door."""
+        gateway, _ = self._doors
+        url = self._service.url if door is gateway else self._frontend_url
+        return bool(_get(f"{url}/v1/models"))
 
     def _known_instances(self) -> set[int]:
-        return {int(instance["instance_id"]) for instance in self._get("/health").get("instances", [])}
+        instances = _get(f"{self._frontend_url}/health").get("instances", [])
+        return {int(instance["instance_id"]) for instance in instances}
 
     def _has_model(self) -> bool:
-        return any(model["id"] == self._service.worker.model_name for model in self._get("/v1/models").get("data", []))
+        models = _get(f"{self._service.url}/v1/models").get("data", [])
+        return any(model["id"] == self._service.worker.model_name for model in models)
 
-    def _get(self, path: str) -> dict[str, Any]:
-        with (
-            suppress(OSError, ValueError),
-            urllib.request.urlopen(self._service.url + path, timeout=_HTTP_TIMEOUT_S) as answer,
-        ):
-            found: dict[str, Any] = json.load(answer)
-            return found
-        return {}
+    @property
+    def _frontend_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._frontend_port}"
 
     def _worker(self, index: int) -> _Child:
         service = self._service
@@ -259,8 +275,17 @@ class Supervisor:
 
     def _gateway(self) -> _Child:
         service = self._service
-        url = f"http://{LOOPBACK}:{self._frontend_port}"
-        task = GatewaySettings(host=service.host, port=service.port, frontend_url=url)
+        engine = EngineDir.open(service.worker.engine_dir)
+        reader = open_prompt_reader(engine, open_codec(engine))
+        assert reader.max_text_bytes is not None  # the engine has a tokenizer: see card_source
+        task = GatewaySettings(
+            host=service.host,
+            port=service.port,
+            frontend_url=self._frontend_url,
+            max_prompt_tokens=engine.manifest.build_config.max_seq_len - 1,
+            max_text_bytes=reader.max_text_bytes,
+            has_tool_call_parser=service.worker.tool_call_parser is not None,
+        )
         return self._make_child(name="gateway", task=task, environment=local_environment(self._state))
 
     def _frontend(self) -> _Child:
@@ -279,6 +304,14 @@ class Supervisor:
         deadline_s = time.monotonic() + _KILL_AFTER_S
         for child in self._children:
             child.wait(deadline_s)
+
+
+def _get(url: str) -> dict[str, Any]:
+    """The answer, an object of JSON; an empty one without it."""
+    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+    return {}
 
 
 def free_port() -> int:

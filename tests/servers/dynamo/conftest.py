@@ -25,7 +25,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(demo, tmp_path_factory.mktemp("serve")) as running:
+    with serving(demo, tmp_path_factory.mktemp("serve"), "--tool-call-parser", "hermes") as running:
         yield running
 
 

@@ -53,6 +53,12 @@ class Server:
             return self.post("completions", prompt="x", max_tokens=2).status_code
         return None
 
+    def health(self) -> int | None:
+        """The status of /health; None without a connection."""
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=20).status_code
+        return None
+
     def metric(self, name: str, replica: int) -> float | None:
         """A metric of one replica; None if it is not there."""
         text = httpx.get(f"http://127.0.0.1:{self.port + 1 + replica}/metrics", timeout=10).text

@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "guided_choice": (["a", "b"], "choice", BOTH),
     "guided_grammar": ('start: "a"', "grammar", BOTH),
     "prompt_logprobs": (1, "prompt_logprobs", BOTH),
-    "echo": (True, REFUSED, (CHAT,)),
+    "echo": (True, REFUSED, BOTH),
     "best_of": (2, REFUSED, BOTH),
     "include_stop_str_in_output": (True, REFUSED, BOTH),
     "allowed_token_ids": ([3], REFUSED, BOTH),
@@ -68,7 +68,7 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "use_beam_search": (True, REFUSED, BOTH),
     "length_penalty": (1.5, REFUSED, BOTH),
     "priority": (1, REFUSED, BOTH),
-    "structured_outputs": ({"regex": "a"}, REFUSED, BOTH),
+    "structured_outputs": ({"regex": "a"}, SERVED, BOTH),
     "functions": ([{"name": "f", "parameters": SCHEMA}], REFUSED, (CHAT,)),
     "unknown_field": (1, REFUSED, BOTH),
     "logit_bias": ({"5": 1}, "logit_bias", BOTH),
@@ -98,7 +98,7 @@ def test_a_field_is_served_or_refused_by_its_name(server: Server, name: str) -> 
         answer = server.post(path, **PATHS[path] | {"max_tokens": 4} | {name: value})
         if is_refused(outcome):
             assert answer.status_code in (400, 501), answer.text
-            assert name in answer.json()["message"]
+            assert name in answer.json()["error"]["message"]
         else:
             assert answer.status_code == 200, answer.text
 
@@ -106,6 +106,7 @@ def test_a_field_is_served_or_refused_by_its_name(server: Server, name: str) -> 
 NEUTRAL = {
     "n": 1, "suffix": "", "store": False, "service_tier": "auto", "parallel_tool_calls": True,
     "modalities": ["text"], "logit_bias": {}, "presence_penalty": 0, "stop": None, "metadata": None,
+    "echo": False, "structured_outputs": None,
 }  # fmt: skip
 
 
@@ -128,6 +129,7 @@ RESPONSES: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.5, "presence_penalty"),
     "logit_bias": ({"5": 1}, "logit_bias"),
     "regex": ("a+", "regex"),
+    "structured_outputs": ({"choice": ["a", "b"]}, SERVED),
     "user": ("me", LABEL),
     "metadata": ({"a": "b"}, LABEL),
     "store": (True, REFUSED),
@@ -152,7 +154,7 @@ def test_a_field_of_a_response_is_served_or_refused_by_its_name(server: Server, 
     answer = server.post("responses", **{"input": "x", "max_output_tokens": 12} | {name: value})
     if outcome == REFUSED:
         assert answer.status_code in (400, 501), answer.text
-        assert name in answer.json()["message"]
+        assert name in answer.json()["error"]["message"]
     else:
         assert answer.status_code == 200, answer.text
 
@@ -160,7 +162,7 @@ def test_a_field_of_a_response_is_served_or_refused_by_its_name(server: Server, 
 def test_a_refusal_of_a_stream_has_the_same_status(server: Server) -> None:
     answer = server.post("completions", prompt="x = ", stream=True, include_stop_str_in_output=True)
     assert answer.status_code == 400
-    assert "include_stop_str_in_output" in answer.json()["message"]
+    assert "include_stop_str_in_output" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,8 @@ def test_a_refusal_of_a_stream_has_the_same_status(server: Server) -> None:
         ({"max_tokens": 0}, "max tokens"),
         ({"seed": -1}, "seed"),
         ({"prompt": "x " * 3000}, "at most 2047 tokens"),
+        ({"prompt": [5] * 2048}, "at most 2047 tokens"),
+        ({"stop": [f"s{index}" for index in range(33)]}, "maximum of 32"),
         ({"prompt": ""}, "prompt"),
         ({"stop": ["s" * 300]}, "stop"),
     ],
@@ -178,7 +182,7 @@ def test_a_refusal_of_a_stream_has_the_same_status(server: Server) -> None:
 def test_a_value_out_of_range_is_refused_by_name(server: Server, fields: dict[str, Any], words: str) -> None:
     answer = server.post("completions", **{"prompt": "x = ", "max_tokens": 4} | fields)
     assert answer.status_code == 400, answer.text
-    assert words in answer.json()["message"].lower()
+    assert words in answer.json()["error"]["message"].lower()
 
 
 def test_annotations_carry_what_the_front_end_drops(server: Server) -> None:
@@ -190,7 +194,7 @@ def test_annotations_carry_what_the_front_end_drops(server: Server) -> None:
     for text in ("dflash-trt:{", 'dflash-trt:{"no_such_field": 1}'):
         wrong = server.post("completions", prompt="x = ", max_tokens=2, nvext={"annotations": [text]})
         assert wrong.status_code == 400
-        assert "nvext.annotations" in wrong.json()["message"]
+        assert "nvext.annotations" in wrong.json()["error"]["message"]
 
 
 def test_the_documentation_has_every_field() -> None:

@@ -1,19 +1,22 @@
 """The gateway before a scripted front end: events that the network cuts, losses in the middle, and errors."""
 
 import asyncio
+import io
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
-from aiohttp import ClientError, ClientSession, web
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from dflash_trt.servers.dynamo.event_streams import events
-from dflash_trt.servers.dynamo.gateway import make_app
+from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
+from dflash_trt.servers.dynamo.settings import GatewaySettings
+from tests.servers.dynamo.serving import free_ports
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -22,19 +25,56 @@ def chunk(text: str, **more: Any) -> bytes:
     return b"data: " + json.dumps({"id": text, "choices": [{"index": 0, "text": text}]} | more).encode() + b"\n\n"
 
 
-def through_gateway(handler: Handler, body: Any, *, path: str = "/v1/completions") -> tuple[int, bytes]:
-    """Status and body of a POST; `handler` is the front end."""
+def settings(url: str, *, port: int = 0) -> GatewaySettings:
+    return GatewaySettings(
+        host="127.0.0.1",
+        port=port,
+        frontend_url=url,
+        max_prompt_tokens=50,
+        max_text_bytes=1000,
+        has_tool_call_parser=False,
+    )
+
+
+def through_gateway(
+    handler: Handler,
+    body: Any,
+    *,
+    path: str = "/v1/completions",
+    method: str = "POST",
+    headers: Any = None,
+    models: Sequence[str] = ("demo",),
+) -> tuple[int, bytes]:
+    """Status and body of a request; `handler` is the front end, which lists `models`."""
+
+    async def listed(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": model} for model in models]})
 
     async def run() -> tuple[int, bytes]:
         front = web.Application()
-        front.router.add_post(path, handler)
+        front.router.add_get("/v1/models", listed)
+        front.router.add_route("*", "/{path:.*}", handler)
         async with TestServer(front) as server:
-            gateway = make_app(str(server.make_url("")).rstrip("/"))
-            async with TestServer(gateway) as door, ClientSession() as session:
-                answer = await session.post(door.make_url(path), data=json.dumps(body))
+            app = make_app(Gateway(settings(str(server.make_url("")).rstrip("/")), limit=20))
+            async with TestServer(app) as door, ClientSession() as session:
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = await session.request(method, door.make_url(path), data=io.BytesIO(content), headers=headers)
                 return answer.status, await answer.read()
 
     return asyncio.run(run())
+
+
+async def unreachable(request: web.Request) -> web.StreamResponse:
+    raise AssertionError("the front end was asked")
+
+
+def refusal(body: Any, status: int = 400, **options: Any) -> str:
+    """The message of a request that the front end does not see."""
+    found, answer = through_gateway(unreachable, body, **options)
+    error = json.loads(answer)["error"]
+    assert (found, error["code"]) == (status, status), answer
+    message: str = error["message"]
+    return message
 
 
 def streams(*pieces: bytes, dies: bool = False) -> Handler:
@@ -76,37 +116,225 @@ def test_a_stream_passes_with_what_speculation_did_at_its_root() -> None:
     assert json.loads(second[6:]) == json.loads(chunk("b")[6:]) | told
 
 
-def test_a_front_end_that_dies_in_the_middle_of_a_stream_does_not_end_it_in_order() -> None:
-    for num_samples in (1, 2):
-        with pytest.raises(ClientError):
-            through_gateway(streams(chunk("a"), dies=True), {"prompt": "x", "stream": True, "n": num_samples})
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_stream_that_is_cut_ends_with_an_error(num_samples: int, dies: bool) -> None:
+    asked = {"prompt": "x", "stream": True, "n": num_samples}
+    status, body = through_gateway(streams(chunk("a"), dies=dies), asked)
+    *_, error, done, rest = body.split(b"\n\n")
+    assert (status, done, rest) == (200, b"data: [DONE]", b"")
+    assert json.loads(error[6:])["error"]["code"] == 503
+    assert b'"text"' in body
 
 
-def test_an_error_in_one_sample_ends_the_stream_with_it() -> None:
-    error = b'event: error\ndata: {"message": "lost"}\n\n'
-    _, body = through_gateway(streams(chunk("a"), error), {"prompt": "x", "stream": True, "n": 2})
-    assert body.endswith(error)
-    assert b"[DONE]" not in body
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"error": {"message": "lost", "type": "Service Unavailable", "code": 503}}',
+        b'data: {"error": "lost", "code": 503}',
+        b'event: error\ndata: {"message": "lost", "code": 503}',
+        b"event: error\ndata: lost",
+    ],
+)
+def test_an_error_in_one_sample_ends_the_stream_with_it(num_samples: int, event: bytes) -> None:
+    asked = {"prompt": "x", "stream": True, "n": num_samples}
+    _, body = through_gateway(streams(chunk("a"), event + b"\n\n", b"data: [DONE]\n\n"), asked)
+    *_, error, done, _ = body.split(b"\n\n")
+    assert (json.loads(error[6:])["error"]["message"], done) == ("lost", b"data: [DONE]")
+    assert body.count(b"lost") == 1
+
+
+def test_a_text_about_an_error_is_no_error() -> None:
+    said = chunk('{"error": "no"}')
+    assert through_gateway(streams(said, b"data: [DONE]\n\n"), {"prompt": "x", "stream": True})[1].startswith(said)
+
+
+def test_a_response_that_is_cut_ends_with_the_event_of_its_api() -> None:
+    _, body = through_gateway(streams(dies=True), {"input": "x", "stream": True}, path="/v1/responses")
+    name, data = body.split(b"\n\n")[-3].split(b"\n")
+    assert (name, json.loads(data[6:])["type"]) == (b"event: error", "error")
 
 
 def test_a_refusal_of_the_front_end_is_passed_on() -> None:
     async def refuse(request: web.Request) -> web.Response:
-        return web.json_response({"message": "no"}, status=429)
+        return web.json_response({"message": "no", "type": "Too Many Requests", "code": 429}, status=429)
 
     for body in ({"prompt": "x"}, {"prompt": "x", "n": 3}, {"prompt": "x", "n": 2, "stream": True}):
-        assert through_gateway(refuse, body) == (429, b'{"message": "no"}')
+        status, answer = through_gateway(refuse, body)
+        error = {"message": "no", "type": "Too Many Requests", "param": None, "code": 429}
+        assert (status, json.loads(answer)) == (429, {"error": error})
 
 
-def test_what_is_not_a_request_is_the_front_ends_to_refuse() -> None:
-    async def echo(request: web.Request) -> web.Response:
-        return web.Response(status=422, body=await request.read())
+async def unknown(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=404)
 
-    assert through_gateway(echo, ["not an object"]) == (422, b'["not an object"]')
+
+def test_a_model_is_unknown_only_while_there_are_others() -> None:
+    status, answer = through_gateway(unknown, {"model": "other", "prompt": "x"})
+    assert status == 404 and "expected demo, found 'other'" in json.loads(answer)["error"]["message"]
+    assert through_gateway(unknown, {"model": "demo", "prompt": "x"}, models=())[0] == 503
+
+
+def test_health_is_that_of_the_models() -> None:
+    healthy = through_gateway(unreachable, b"", path="/health", method="GET")
+    assert (healthy[0], json.loads(healthy[1])) == (200, {"status": "healthy", "models": ["demo"]})
+    assert through_gateway(unreachable, b"", path="/health", method="GET", models=())[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/busy_threshold"),
+        ("GET", "/busy_threshold"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("GET", "/live"),
+        ("GET", "/v1/models/../../docs"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/completions"),
+        ("POST", "/v1/models"),
+    ],
+)
+def test_paths_that_are_not_documented_are_refused(method: str, path: str) -> None:
+    refusal({}, 405 if path in ("/v1/completions", "/v1/models") else 404, method=method, path=path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[1]",
+        b'{"prompt": "\xff", "n": 100000}',
+        b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+        b'{"prompt": "x", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}",
+    ],
+)
+def test_what_is_no_object_of_json_is_refused(body: bytes) -> None:
+    assert "expected an object of JSON" in refusal(body)
+
+
+def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
+    for encoding in ("gzip", "deflate"):
+        message = refusal(b'{"prompt": "x"}', headers={"Content-Encoding": encoding})
+        assert "expected an object of JSON" in message
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+AUDIO = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": {}}]}]
+CHAT_PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        ("/v1/completions", {"nvext": []}, "nvext: expected an object"),
+        ("/v1/completions", {"nvext": "x"}, "nvext: expected an object"),
+        ("/v1/completions", {"nvext": {"extra_fields": 5}}, "nvext.extra_fields: expected a list of strings"),
+        ("/v1/completions", {"nvext": {"annotations": [5]}}, "nvext.annotations: expected a list of strings"),
+        ("/v1/completions", {"echo": True}, "echo"),
+        ("/v1/completions", {"n": 2, "seed": "x"}, "seed"),
+        ("/v1/completions", {"prompt": "x" * 1001}, "at most 1000 bytes"),
+        ("/v1/completions", {"prompt": ["x", "é" * 501]}, "at most 1000 bytes"),
+        ("/v1/completions", {"prompt": [1] * 51}, "at most 50 tokens"),
+        ("/v1/completions", {"prompt": [[1], [1] * 51]}, "at most 50 tokens"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x" * 2**20}]}, "at most 1048576 bytes"),
+        (CHAT_PATH, {"tools": TOOLS}, "--tool-call-parser"),
+        (CHAT_PATH, {"messages": AUDIO}, "messages[0].content: expected text"),
+        ("/v1/responses", {"input": "x" * 2**20}, "at most 1048576 bytes"),
+        ("/v1/responses", {"tools": TOOLS}, "--tool-call-parser"),
+        ("/v1/responses", {"input": AUDIO}, "input[0].content: expected text"),
+        ("/v1/completions", {"structured_outputs": "a+"}, "structured_outputs: expected an object"),
+        ("/v1/completions", {"structured_outputs": {}}, "exactly one of json, regex, choice, grammar, json_object"),
+        ("/v1/completions", {"structured_outputs": {"regex": "a", "json": {}}}, "found regex and json"),
+        ("/v1/completions", {"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "regex and guided_regex"),
+        ("/v1/completions", {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (CHAT_PATH, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
+    ],
+)
+def test_what_the_front_end_would_drop_or_fail_at_is_refused_by_name(path: str, fields: Any, words: str) -> None:
+    assert words in refusal({"prompt": "x"} | fields if path == "/v1/completions" else fields, path=path)
+
+
+def test_structured_outputs_go_past_the_front_end() -> None:
+    async def told(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert "structured_outputs" not in body
+        return web.json_response({"told": body["nvext"]["annotations"]})
+
+    members = {"json": {"a": 1}, "regex": "a", "choice": ["a"], "grammar": "g", "json_object": True}
+    for name, value in members.items():
+        asked = {"prompt": "x", "structured_outputs": {name: value, "structural_tag": None, "disable_fallback": False}}
+        _, answer = through_gateway(told, asked)
+        ((annotation,),) = json.loads(answer).values()
+        parameter = {"json": "json_schema", "json_object": "json_schema"}.get(name, name)
+        expected = {"type": "object"} if name == "json_object" else value
+        assert json.loads(annotation.removeprefix("dflash-trt:")) == {parameter: expected}
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
+    assert "POST /v1/completions" in refusal(b"x" * (2**20 + 2 * 2**20 + 1), 413)
+
+
+def test_half_open_connections_give_way_to_clients() -> None:
+    """Many that never send a whole request, one that streams, and others behind them."""
+
+    async def run() -> tuple[list[int], bytes, int]:
+        front = web.Application()
+        go_on = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(chunk("a"))
+            await go_on.wait()
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        async def says(request: web.Request) -> web.StreamResponse:
+            is_stream = (await request.json()).get("stream")
+            return await waits(request) if is_stream else web.json_response({})
+
+        front.router.add_post("/v1/completions", says)
+        port = free_ports(1)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        async with TestServer(front) as server, ClientSession() as session:
+            before = settings(str(server.make_url("")).rstrip("/"), port=port)
+            async with open_gateway(before, limit=4):
+                stream = await session.post(url, json={"prompt": "x", "stream": True})
+                heads = (b"POST /v1/completions HTTP/1.1\r\nHost", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+                         b"Content-Length: 90\r\n\r\n{")  # fmt: skip
+                half = []
+                for index in range(40):
+                    half.append(await asyncio.open_connection("127.0.0.1", port))
+                    half[-1][1].write(heads[index % 2])
+                statuses = []
+                for _ in range(8):
+                    async with session.post(url, json={"prompt": "x"}, headers={"Connection": "close"}) as answer:
+                        statuses.append(answer.status)
+                go_on.set()
+                text = await stream.read()
+                await asyncio.sleep(0.1)
+                closed = sum(reader.at_eof() or reader.exception() is not None for reader, _ in half)
+                for _, writer in half:
+                    writer.close()
+                return statuses, text, closed
+
+    statuses, text, num_closed = asyncio.run(run())
+    assert statuses == [200] * 8
+    assert text == chunk("a") + b"data: [DONE]\n\n"
+    assert num_closed >= 36
+
+
+def test_more_requests_than_connections_are_answered_with_503() -> None:
+    assert "too many requests" in refusal({"prompt": "x", "n": 21}, 503)
 
 
 def test_without_a_front_end_the_status_is_503() -> None:
     async def run() -> list[int]:
-        async with TestServer(make_app("http://127.0.0.1:1")) as door, ClientSession() as session:
+        app = make_app(Gateway(settings("http://127.0.0.1:1"), limit=4))
+        async with TestServer(app) as door, ClientSession() as session:
             paths = (
                 ("GET", "/health", None),
                 ("POST", "/v1/completions", "{}"),

@@ -4,6 +4,8 @@ import concurrent.futures
 import ipaddress
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.servers.dynamo.state_directory import state_directory
 from dflash_trt.servers.dynamo.supervisor import _Child
 from dflash_trt.serving.llm import LLM
 from tests.servers.dynamo.serving import Server, listening, serving
@@ -113,6 +116,25 @@ def test_a_gateway_and_a_front_end_that_die_come_back(crowded: Server) -> None:
     assert {process.pid for process in crowded.workers()} == workers
 
 
+def test_after_a_pause_that_is_longer_than_its_leases_a_service_answers_again(crowded: Server) -> None:
+    """As `docker pause` or the migration of a virtual machine stops it: a paused worker is registered no more."""
+    before = {process.pid for process in crowded.workers()}
+    paused = crowded.processes()
+    for process in paused:
+        process.suspend()
+    time.sleep(14)
+    workers = [process for process in paused if process.pid in before]
+    for process in [process for process in paused if process not in workers] + workers:  # so that leases are over
+        if process == workers[0]:
+            time.sleep(1)
+        process.resume()
+    statuses = []
+    crowded.wait_until(lambda: statuses.append((crowded.answers(), crowded.health())) or statuses[-1] == (200, 200))
+    assert {status for pair in statuses for status in pair} <= {200, 503}
+    crowded.wait_until(lambda: len(crowded.workers()) == 2 and before.isdisjoint(p.pid for p in crowded.workers()))
+    assert crowded.output.count("has lost its registration") == 2
+
+
 def test_a_service_stops_without_leaving_anything(demo: Path, tmp_path: Path) -> None:
     with serving(demo, tmp_path, num_replicas=1) as server:
         stream = server.client().completions.create(prompt="x", stream=True, **LONG)
@@ -130,6 +152,23 @@ def test_workers_end_with_a_supervisor_that_is_killed(demo: Path, tmp_path: Path
         server.process.kill()
         server.process.wait()
         assert psutil.wait_procs(children, timeout=20)[1] == []
+
+
+def test_the_directory_of_a_service_that_was_killed_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.servers.dynamo.state_directory.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "from dflash_trt.servers.dynamo.state_directory import state_directory as made\n"
+    code += "import os\nwith made() as path: (path / 'card').mkdir(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False)
+    (killed,) = tmp_path.iterdir()
+    foreign = tmp_path / "dflash-trt-serve-foreign"  # of an earlier version, without a lock
+    foreign.mkdir()
+    with state_directory() as first, state_directory() as second:
+        assert set(tmp_path.iterdir()) == {foreign, first, second}
+        assert killed not in (first, second)
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(demo: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The model card of an engine, and the events of its prefix cache, without a front end."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,6 +57,32 @@ def test_a_card_without_options_is_the_tokenizer_itself_and_others_have_one_plac
     card = shared_card(engine)
     assert shared_card(engine) == card != engine.path / "tokenizer"
     assert json.loads((card / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_card_is_not_written_where_another_user_can_write(
+    engine: EngineDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.servers.dynamo.settings.gettempdir", lambda: str(tmp_path))
+    card = shared_card(engine)
+    assert card.stat().st_mode & 0o777 == 0o700
+    victim = tmp_path / "victim"
+    card.rename(victim)
+    before = {path.name: path.stat().st_mtime_ns for path in victim.iterdir()}
+    card.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"only this user can write, found a link.*TMPDIR"):
+        shared_card(engine)
+    assert {path.name: path.stat().st_mtime_ns for path in victim.iterdir()} == before
+    card.unlink()
+    card.mkdir()
+    card.chmod(0o777)
+    with pytest.raises(ConfigError, match="found one of mode 777"):
+        shared_card(engine)
+    card.chmod(0o700)
+    if os.geteuid() == 0:  # only root can give a directory away
+        os.chown(card, 12345, 12345)
+        with pytest.raises(ConfigError, match="found one of user 12345"):
+            shared_card(engine)
+    assert list(card.iterdir()) == []
 
 
 def test_generation_config_gives_the_defaults_of_sampling(engine: EngineDir) -> None:

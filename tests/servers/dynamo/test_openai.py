@@ -127,8 +127,21 @@ def test_structured_output_is_that_of_the_engine(client, offline) -> None:
     content = answer.choices[0].message.content
     assert content == offline.chat(MESSAGES, SamplingParams(json_schema=schema, max_new_tokens=100)).text
     assert 1 <= json.loads(content)["port"] <= 65535
-    regex = client.completions.create(prompt=PROMPT, extra_body={"guided_regex": "[a-c]{5}"}, **GREEDY)
-    assert regex.choices[0].text == alone(offline, regex="[a-c]{5}").text
+    expected = alone(offline, regex="[a-c]{5}").text
+    for form in ({"guided_regex": "[a-c]{5}"}, {"structured_outputs": {"regex": "[a-c]{5}"}}):
+        assert client.completions.create(prompt=PROMPT, extra_body=form, **GREEDY).choices[0].text == expected
+
+
+def test_a_schema_of_structured_outputs_is_that_of_response_format(client) -> None:
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True, "regex": None}},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"structured_outputs": {"json": '{"type": "object"}'}},
+    ]
+    answers = [client.chat.completions.create(messages=MESSAGES, extra_body=form, **GREEDY) for form in forms]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert answers[0].choices[0].message.content.startswith("{")
 
 
 def test_a_request_that_does_not_say_is_sampled_at_temperature_one(client, offline) -> None:
