@@ -60,6 +60,8 @@ def test_goodput_counts_requests_within_every_limit() -> None:
     """The first only: the second is too slow per token, the third too late, the fourth failed."""
     assert REPORT.goodput_request_per_s == pytest.approx(2 / 4.0)
     assert REPORT.good_fraction == pytest.approx(1 / 4)
+    exact = replace(LIMITS, time_to_first_token_s=RUN.records[2].time_to_first_token_s)
+    assert report_of("s", LOAD, [RUN], num_gpus=None, limits=exact).good_fraction == pytest.approx(2 / 4)
     looser = replace(LIMITS, time_to_first_token_s=0.35)
     assert report_of("s", LOAD, [RUN], num_gpus=None, limits=looser).good_fraction == pytest.approx(2 / 4)
     assert report_of("s", LOAD, [RUN], num_gpus=None, limits=Limits()).goodput_request_per_s is None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,25 @@ def test_a_served_engine_reports_what_it_says_itself(tmp_path: Path) -> None:
     assert drafted["acceptance"]["length"] == pytest.approx(acceptance_length(outputs))
     assert drafted["acceptance_by_category"]["code"] == drafted["acceptance"]
     assert "demo, autoregressive" in (tmp_path / "f.svg").read_text()
+
+
+def test_each_round_of_a_side_has_its_model_and_its_arrivals(monkeypatch) -> None:
+    """The same arrivals for every side, others for every round."""
+    asked: list[tuple[str, str | None, int]] = []
+
+    async def turn(url: str, conversations: object, loads: list[Load], **options: Any) -> list[LoadRun]:
+        assert (conversations, options["fields"]) == ([PROMPT], {"top_k": 1})
+        asked.append((url, options["model"], options["seed"]))
+        return [LoadRun(records=(), duration_s=1.0, max_client_lag_s=0.0) for _ in loads]
+
+    monkeypatch.setattr("dflash_trt.bench.server_sweep._turn", turn)
+    monkeypatch.setattr("dflash_trt.bench.server_sweep._check", lambda *_: None)
+    sides = [
+        Side(name=name, open=lambda name=name: nullcontext(name), model=model)
+        for name, model in (("a", "m"), ("b", None))
+    ]
+    sweep_servers(
+        sides, [PROMPT], [Load(num_conversations=1, concurrency=1)],
+        fields={"top_k": 1}, limits=Limits(), num_rounds=2, progress=lambda line: None,
+    )  # fmt: skip
+    assert asked == [("a", "m", 1), ("b", None, 1), ("a", "m", 2), ("b", None, 2)]

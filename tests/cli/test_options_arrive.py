@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -551,11 +552,25 @@ def test_serve_refuses_what_it_cannot_start(engine_dir, invoke, words, text) -> 
 
 def test_serve_refuses_a_port_in_use(engine_dir, invoke) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        refused = invoke("serve", engine_dir, "--port", str(port), "--metrics-port", "30000")
-    assert refused.exit_code == 2
-    assert f"127.0.0.1:{port} free" in refused.stderr
+        for port in range(21000, 22000):  # metrics have no port that the system would choose
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+                break
+        others = {"--port": 30001, "--metrics-port": 30002}
+        for option in others:
+            ports = [str(word) for pair in (others | {option: port}).items() for word in pair]
+            refused = invoke("serve", engine_dir, *ports)
+            assert refused.exit_code == 2
+            assert f"127.0.0.1:{port} free" in refused.stderr
+
+
+def test_the_last_port_of_metrics_may_be_used(engine_dir, invoke, monkeypatch) -> None:
+    supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
+    monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
+    assert invoke("serve", engine_dir, "--metrics-port", "32767").stderr == "error: recorded\n"
+    assert supervisor.arguments["service"].metrics_port(0) == 32767
+    refused = invoke("serve", engine_dir, "--metrics-port", "32767", "--replicas", "2")
+    assert refused.exit_code == 2 and "found 32768" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])

@@ -66,3 +66,10 @@ def test_requests_run_together_that_have_pages_and_windows(tmp_path) -> None:
 
 def test_ranks_hold_their_logits_and_those_of_all() -> None:
     assert [_logit_columns(1000, num_ranks) for num_ranks in (1, 2, 4)] == [1000, 2000, 1500]
+
+
+def test_a_plan_counts_the_workspaces_of_the_gpus_multiprocessors(hybrid: PairSpecs) -> None:
+    config = BuildConfig(target="t", drafter="d", max_seq_len=256, max_batch_size=4, max_num_tokens=256)
+    gpu = gpu_of("h200")
+    plans = [plan_engine(config, hybrid, replace(gpu, num_multiprocessors=count)) for count in (8, 128)]
+    assert plans[0].memory.workspace_bytes < plans[1].memory.workspace_bytes

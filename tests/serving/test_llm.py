@@ -211,3 +211,10 @@ def test_an_engine_runs_without_packer_and_checkpoint_reader(engine_dir: Path) -
         "tables of names, which AutoTokenizer imports"
     )
     assert "transformers.modeling_utils" not in loaded
+
+
+def test_settings_of_the_queue_and_of_prefixes_reach_the_scheduler(engine_dir: Path) -> None:
+    config = RuntimeConfig(max_queue_len=3, enable_prefix_caching=False, draft_length_by_context={64: 1})
+    with LLM(engine_dir, config) as llm:
+        found = llm._engine._scheduler.config  # type: ignore[attr-defined]
+    assert found == SchedulerConfig(max_queue_len=3, enable_prefix_caching=False, draft_length_by_context={64: 1})

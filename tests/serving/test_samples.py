@@ -137,10 +137,11 @@ def test_one_stream_is_refused_for_several_samples(generator: Generator) -> None
 def test_a_queue_without_room_for_all_samples_refuses_the_prompt_and_starts_none() -> None:
     executor = GatedExecutor(make_limits(max_seq_len=200, num_pages=120))
     with make_generator(executor, max_queue_len=3) as generator:
-        with pytest.raises(QueueFullError):
+        with pytest.raises(QueueFullError) as refused:  # whose traceback keeps the streams
             generator.submit_samples(PROMPT, replace(SAMPLED, n=9))
         executor.open()
         until(lambda: generator.statistics.scheduler.num_pages_in_use_now == 0)
+        assert refused and set(generator.statistics.num_requests_by_finish_reason) == {"cancelled"}
         listed = generator.generate([PROMPT, [3]], replace(SAMPLED, n=9))  # a list waits for its turn
         assert [len(output.samples) for output in listed] == [9, 9]
         listed = asyncio.run(generator.generate_async([PROMPT, [3]], replace(SAMPLED, n=9)))

@@ -113,7 +113,7 @@ def test_few_pages_preempt_requests_and_lose_none() -> None:
 def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
     workload = Workload(
         concurrencies=(1, 4),
-        request_rates_per_s=(),
+        request_rates_per_s=(8.0,),
         lengths=Lengths(num_prompt_tokens=30, num_output_tokens=20),
         spread_fraction=0.0,
         requests_per_client=2,
@@ -121,6 +121,8 @@ def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
     )
     one, two = (replace(PLAIN, num_replicas=count) for count in (1, 2))
     points = sweep([one, two], workload, progress=lambda line: None)
+    assert [p.request_rate_per_s for p in points] == [None, None, 8.0, None, 8.0]
+    points = [p for p in points if p.request_rate_per_s is None]
     assert [(p.layout, p.concurrency, p.num_gpus) for p in points] == [
         ("tp1x1", 1, 1),
         ("tp1x1", 4, 1),

@@ -551,6 +551,7 @@ def test_prompts_that_wait_are_bounded_in_bytes(reading, codec, monkeypatch) -> 
     codec.gate.release(4)
     assert all(client.ended.wait(30) for client in clients)
     until(lambda: reading._lanes._num_bytes == 0)
+    assert reading.num_open == 0  # those that were refused, too
     assert ask_text(reading, LONG).ended.wait(30)
 
 

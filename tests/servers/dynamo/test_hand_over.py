@@ -336,7 +336,7 @@ def test_an_engine_with_another_scheduler_has_the_series_of_its_requests() -> No
 
 
 # Of each setting of a worker another value, and the field of Dynamo's configuration that has it.
-SETTINGS: dict[str, tuple[Any, str | None]] = {
+SETTINGS: dict[str, tuple[Any, str]] = {
     "namespace": ("production", "namespace"),
     "discovery_backend": ("etcd", "discovery_backend"),
     "request_plane": ("nats", "request_plane"),
@@ -350,12 +350,15 @@ OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file"}
 
 def test_every_setting_of_a_worker_reaches_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(SETTINGS) | OF_THE_ENGINE == set(WorkerSettings.model_fields)
-    settings = WorkerSettings(engine_dir=Path("e"), **{name: value for name, (value, _) in SETTINGS.items()})
+    plain = {"engine_dir": Path("e"), "model_name": "plain"}
     for has_template, types in ((True, "chat,completions"), (False, "completions")):
         monkeypatch.setattr(contract, "has_chat_template", lambda card, answer=has_template: answer)
-        found = worker_config(settings, Path("card"))
-        assert {to: getattr(found, str(to)) for _, to in SETTINGS.values()} == {to: v for v, to in SETTINGS.values()}
-        assert (found.model_name, found.endpoint_types) == ("card", types)
+        default = vars(worker_config(WorkerSettings(**plain), Path("card")))
+        assert (default["model_name"], default["endpoint_types"]) == ("card", types)
+        for name, (value, field) in SETTINGS.items():
+            assert value != default[field]
+            found = vars(worker_config(WorkerSettings(**plain | {name: value}), Path("card")))
+            assert found == default | {field: value}, name
 
 
 @pytest.mark.parametrize(("failed", "code"), [(None, 0), ("lost", 70)])

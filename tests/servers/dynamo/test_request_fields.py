@@ -1,5 +1,6 @@
 """Requests of Dynamo's front end, as recorded from it, made into sampling parameters; and answers in its form."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent
 from dflash_trt.servers.dynamo.request_fields import FIELDS, read_request
 from dflash_trt.servers.dynamo.responses import response, speculation
+from dflash_trt.servers.dynamo.settings import sampling_defaults
 from dflash_trt.serving.stream_chunk import StreamChunk
 
 
@@ -148,3 +150,20 @@ def test_the_most_likely_tokens_are_ranked() -> None:
     answer = response(chunk, max_draft_len=3, has_logprobs=True)
     assert [entry["rank"] for entry in answer["top_logprobs"][0]] == [1, 2]
     assert answer["top_logprobs"][0][0] == {"rank": 1, "token_id": 7, "token": None, "logprob": -0.5}
+
+
+def test_annotations_are_sampling_parameters_that_win() -> None:
+    words = ["query_instance_id:1", 'dflash-trt:{"min_tokens": 2, "top_k": 5}', 'dflash-trt:{"bad_words": ["x"]}']
+    assert read(sampling_options={"top_k": 3}, annotations=words).sampling == SamplingParams(
+        max_new_tokens=61, temperature=1.0, top_k=5, min_tokens=2, bad_words=("x",)
+    )
+
+
+def test_defaults_are_every_parameter_of_a_generation_config(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_trt.servers.dynamo.settings.card_source", lambda engine: tmp_path)
+    engine: Any = None
+    assert sampling_defaults(engine) == {"temperature": 1.0}
+    given = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
+    for fields in (given, given | {"top_k": None}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields | {"do_sample": True, "max_length": 9}))
+        assert sampling_defaults(engine) == {name: value for name, value in fields.items() if value is not None}
