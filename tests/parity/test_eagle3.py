@@ -119,6 +119,20 @@ def test_every_k_gives_the_target_s_tokens_and_the_same_chain_as_far_as_it_goes(
         assert sum(runs[3].num_accepted) > 0
 
 
+def test_a_draft_has_the_noise_of_its_own_position(tmp_path: Path) -> None:
+    """Where all logits are equal the noise alone decides, and drafts of the same noise are the target's tokens."""
+    target = make_target(tmp_path / "target", vocab_size=12, tokenizer=False, tie_word_embeddings=False)
+    head = save_eagle3_head(tmp_path / "head", target_dir=target)
+    for directory in (target, head):
+        tensors = load_file(directory / "model.safetensors")
+        tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    sampling = StepSampling(temperature=1.0, seed=3)
+    run = decode(make_executor(target, head), PROMPT, NUM_NEW, num_draft_tokens=K, sampling=sampling)
+    assert len(set(run.tokens)) > 6
+    assert set(run.num_accepted) == {K}
+
+
 def test_chains_depend_neither_on_prompt_chunks_nor_on_steps_without_drafts(tmp_path: Path, target: Path) -> None:
     """Also behind a prompt of one token, whose row of features no draft sees."""
     executor = make_executor(target, save_eagle3_head(tmp_path / "head", target_dir=target))
