@@ -149,3 +149,23 @@ def test_the_device_learns_of_the_pages_of_every_group_in_columns_of_its_own() -
     in_window = updates.columns >= limits.max_pages
     assert np.array_equal(updates.columns[~in_window], range(8))
     assert np.array_equal(updates.columns[in_window] - limits.max_pages, range(6))  # of the first chunk
+
+
+def test_pages_before_the_window_of_a_prefix_hit_are_blank_in_a_slot_that_served_another_request() -> None:
+    """Kernels may load them, and a weight of 0 does not hide the NaN that another request left there."""
+    limits = windowed(30, max_batch_size=1)
+    driver = make_driver(limits)
+    run_one(driver, "first")
+    run_one(driver, "another", tuple(range(100, 130)))  # leaves its pages in the table of the only slot
+    driver.add(make_request("hit", PROMPT, max_new_tokens=1))
+    step = driver.scheduler.plan()
+    [start] = step.plan.rows.context_lens.tolist()
+    first = (start - WINDOW + 1) // limits.page_size
+    updates = step.plan.page_updates
+    group = updates.columns // limits.max_pages == 1
+    page_ids = dict(
+        zip((updates.columns[group] - limits.max_pages).tolist(), updates.page_ids[group].tolist(), strict=True)
+    )
+    [window] = limits.page_windows
+    assert first > 0 and [page_ids.get(column) for column in range(first)] == [window.blank_page] * first
+    assert window.blank_page not in [page_ids[column] for column in range(first, start // limits.page_size)]
