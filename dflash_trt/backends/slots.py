@@ -83,8 +83,8 @@ class DeviceSlots:
         if inputs.choices is not None and inputs.chances is not None:
             num_choices = inputs.choices.shape[1]
             torch.index_select(self.choices[:, :num_choices], 0, slots, out=inputs.choices)
-            # drafts that the host gave were not drawn
-            torch.mul(self.chances[slots, :num_choices], is_chained[:, None], out=inputs.chances)
+            torch.index_select(self.chances[:, :num_choices], 0, slots, out=inputs.chances)
+            inputs.chances.masked_fill_(~is_chained[:, None], 0.0)  # drafts that the host gave were not drawn
 
     def store(
         self,
