@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,31 @@ def test_a_machine_with_a_driver_or_without_that_index_takes_the_default_one(tmp
         words_of_pip(tmp_path / "offline", "http://127.0.0.1:9"),
     ):
         assert "install torch==" in words and "--index-url" not in words
+
+
+# What `scripts/test` leaves out, and why.
+MISSING = {
+    "ai-dynamo": {"aisimulate": "a placeholder that downloads from NVIDIA's own package index"},
+    "speculators": dict.fromkeys(
+        ("protobuf", "torchaudio", "torchvision"), "not imported by what tests use; two would replace PyTorch"
+    ),
+}
+
+
+def test_the_environment_of_the_tests_is_one_that_pip_makes_but_for_what_is_named() -> None:
+    absent = [name for name in MISSING if not is_installed(name)]
+    if absent:
+        pytest.skip(f"{', '.join(absent)}: not installed; scripts/test installs them")
+    words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "check"]
+    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    expected = {f"{name} requires {lack}, which is not installed." for name in MISSING for lack in MISSING[name]}
+    found = {re.sub(r"(?<=\S) \d\S* requires", " requires", line) for line in told.splitlines()}
+    assert found - {"No broken requirements found."} <= expected
+
+
+def is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
