@@ -210,6 +210,8 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Run every row; raises RuntimeError if `fails_on` the batch, after writing some K/V."""
+        entries = list(zip(plan.page_updates.slots.tolist(), plan.page_updates.columns.tolist(), strict=True))
+        assert len(set(entries)) == len(entries), "an entry is updated twice, of which a GPU keeps either"
         return FinishedStep(lambda: self._step(plan))
 
     def _step(self, plan: StepPlan) -> StepResult:

@@ -127,11 +127,11 @@ class SlotTable:
         parts, self._updates = self._updates, []
         if len(parts) == 1:
             return PageUpdates(slots=parts[0][0], columns=parts[0][1], page_ids=parts[0][2])
-        slots, columns, page_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        if len(slots) > self.page_ids.size:  # more than there are
-            slots, columns = np.divmod(np.unique(slots * self.page_ids.shape[1] + columns), self.page_ids.shape[1])
-            page_ids = self.page_ids[slots, columns]
-        return PageUpdates(slots=slots, columns=columns, page_ids=page_ids)
+        slots, columns, _ = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        width = self.page_ids.shape[1]
+        # Each once: a GPU writes them in any order.
+        slots, columns = np.divmod(np.unique(slots * width + columns), width)
+        return PageUpdates(slots=slots, columns=columns, page_ids=self.page_ids[slots, columns])
 
     def take_back_updates(self, plan: StepPlan) -> None:
         """Those of a step that did not run."""
