@@ -98,7 +98,10 @@ class ConfigReader:
         return 1.0
 
     def flag(self, name: str, *, default: bool) -> bool:
+        """Refuse a null for what is on by default: transformers takes it for false, and an absent key for true."""
         value = self.optional_flag(name)
+        if value is None and default and self.is_given(name):
+            self.refuse(name, expected="true or false", hint="Remove the key for true.")
         return default if value is None else value
 
     def optional_flag(self, name: str) -> bool | None:
