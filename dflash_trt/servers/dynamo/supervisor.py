@@ -221,6 +221,7 @@ class Supervisor:
                 self._log(f"{worker.name} has lost its registration, as after a long pause: killed")
                 assert worker.process is not None
                 worker.process.kill()
+                worker.unregistered_since_s = now  # it takes a moment to end
 
     def _lost(self, child: _Child, code: int, now: float) -> None:
         instance_id = child.instance_id
