@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         repository = route and self.hub.repositories.get(route["api"] or route["repository"])
         if route is None or repository is None:
             return self._fail(401, "RepoNotFound" if self._has_token() else None)
-        directory = repository.directory(route["api_revision"] or route["revision"] or "main")
+        directory = repository.directory(unquote(route["api_revision"] or route["revision"] or "main"))
         if directory is None:
             return self._fail(404, "RevisionNotFound")
         if route["file"]:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from dflash_trt.checkpoint.hub import download_description, download_tensors
 from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
+from dflash_trt.core.hub_name import HubName
 from dflash_trt.engine_dir import EngineDir
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.factories import make_target, make_zlab_drafter, read_json, write_json
@@ -92,6 +94,22 @@ def test_only_files_that_are_read_are_downloaded_and_once(hub: Hub, checkpoints:
     hub.files.clear()
     find(drafter=DRAFTER)
     assert hub.files == []
+
+
+def test_tensors_are_those_of_the_commit_that_the_configs_had(hub: Hub, checkpoints: Path) -> None:
+    name = HubName(repository=DRAFTER)
+    described = download_description(name, role="drafter")
+    hub.add(DRAFTER, checkpoints / "tagged", before=checkpoints / "drafter")  # somebody has pushed to main
+    download_tensors(name, described, role="drafter")
+    tensors = (described.path / "model.safetensors").read_bytes()
+    assert tensors == (checkpoints / "drafter/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("revision", ["tagged", "refs/pr/1"])
+def test_a_revision_may_be_a_tag_or_a_reference(hub: Hub, checkpoints: Path, revision: str) -> None:
+    hub.add(DRAFTER, checkpoints / "drafter", **{revision: checkpoints / "tagged"})
+    found = find(drafter=f"{DRAFTER}@{revision}").hub["drafter"]
+    assert (found.name, found.commit) == (f"{DRAFTER}@{revision}", commit_of(checkpoints / "tagged"))
 
 
 def test_tensors_are_downloaded_only_for_a_pair_that_fits_and_a_build(hub: Hub) -> None:
