@@ -11,7 +11,7 @@ from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, 
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.drafters.base import draft_formats
 from dflash_trt.checkpoint.families.base import all_families, family_of
-from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, MTP_KEYS, VISION_KEYS
 from dflash_trt.checkpoint.missing_families import missing_feature
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.frozen import checked
@@ -43,6 +43,7 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     for each in dict.fromkeys((reader, model)):
         each.ignore(HARMLESS_KEYS)
         each.finish()
+    notes += _left_out(fields)
     if len(problems) > num_problems:
         return None
     return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
@@ -82,9 +83,18 @@ def _language_model(reader: ConfigReader) -> ConfigReader:
         return reader
     reader.ignore(("model_type", *VISION_KEYS))
     require_known_producer(reader)  # its section stands outside of `text_config`
-    reader.note("text_config", "the language model alone: images and videos are left out")
     section.ignore(("architectures",))
     return section
+
+
+def _left_out(fields: dict[str, Any]) -> list[str]:
+    """One line on the parts of a published model that an engine does not run; none where it runs all of them."""
+    nested = fields.get("text_config")
+    model = nested if isinstance(nested, dict) else fields
+    drafting = [f"{name} {shown(model[name])}" for name in MTP_KEYS if model.get(name)]
+    parts = ["images, video and audio"] * (model is nested)
+    parts += [f"its own drafting layers ({', '.join(drafting)})"] if drafting else []
+    return [f"{_LABEL}: the engine runs the language model without {' and '.join(parts)}"] if parts else []
 
 
 def _is_embedding_tied(*readers: ConfigReader) -> bool:

@@ -536,3 +536,33 @@ def test_very_many_unknown_keys_are_counted_not_looked_up(copy_of: Copy) -> None
     assert time.monotonic() - started_s < 5
     assert "19984 more unknown keys" in message
     assert len(message.splitlines()) < 20
+
+
+@pytest.mark.parametrize(
+    ("is_nested", "fields", "said"),
+    [
+        (False, {}, None),
+        (False, {"num_nextn_predict_layers": 0, "use_mtp": False, "mtp_layers_block_type": []}, None),
+        (False, {"num_nextn_predict_layers": 1}, "its own drafting layers (num_nextn_predict_layers 1)"),
+        (True, {}, "images, video and audio"),
+        (
+            True,
+            {"mtp_num_hidden_layers": 1, "use_mtp": True},
+            "images, video and audio and its own drafting layers (mtp_num_hidden_layers 1, use_mtp true)",
+        ),
+    ],
+)
+def test_parts_that_do_not_run_are_said_once(
+    copy_of: Copy, is_nested: bool, fields: dict[str, Any], said: str | None
+) -> None:
+    target = copy_of("qwen3")
+    config = read_json(target / "config.json") | fields
+    if is_nested:
+        config = {"architectures": config["architectures"], "text_config": config, "vision_config": {"depth": 2}}
+    write_json(target / "config.json", config)
+    notes: list[str] = []
+    problems: list[str] = []
+    parse_target(target, problems, notes=notes)
+    assert problems == []
+    expected = [] if said is None else [f"target config.json: the engine runs the language model without {said}"]
+    assert [note for note in notes if "without" in note] == expected
