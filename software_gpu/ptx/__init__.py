@@ -1,0 +1,1 @@
+"""PTX, executed on a CPU over the process's own memory."""

@@ -1,0 +1,287 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace software_gpu {
+namespace {
+
+constexpr uint64_t kTurn = 20'000;        // instructions of a warp before the next one
+constexpr uint64_t kBlockTurn = 4'000'000;  // of a block that waits for another
+
+std::string lanes_text(Mask mask) {
+    char text[16];
+    std::snprintf(text, sizeof text, "%08x", mask);
+    return text;
+}
+
+}  // namespace
+
+std::string place_of(const Kernel& kernel, const Instruction& instruction) {
+    const Statement& statement = *instruction.statement;
+    std::string place;
+    const auto file = kernel.module->files.find(statement.file);
+    if (file != kernel.module->files.end()) {
+        const size_t slash = file->second.find_last_of('/');
+        place = file->second.substr(slash == std::string::npos ? 0 : slash + 1) + ":" + std::to_string(statement.line) + ": ";
+    }
+    return place + statement.text;
+}
+
+// ---- blocks
+
+Block::Block(const Launch& of_launch, std::array<uint32_t, 3> block_index, uint64_t linear)
+    : launch(of_launch), index(block_index), linear_index(linear) {
+    shared.assign(std::max(launch.shared_bytes, 16), 0xff);  // NaN in every float format
+    if (launch.options.finds_races) shadow.resize(shared.size());
+    const int num_warps = (launch.num_threads + kLanes - 1) / kLanes;
+    warps.reserve(num_warps);
+    for (int warp = 0; warp < num_warps; ++warp) warps.emplace_back(*this, warp);
+}
+
+bool Block::run() {
+    uint64_t before = 0;
+    for (const Warp& warp : warps) before += warp.num_instructions;
+    int num_idle_rounds = 0;
+    while (true) {
+        bool is_done = true, has_run = false;
+        uint64_t after = 0;
+        for (Warp& warp : warps) {
+            if (!warp.is_done && !warp.is_waiting) {
+                warp.run(kTurn);
+                has_run = true;
+            }
+            is_done = is_done && warp.is_done;
+            after += warp.num_instructions;
+        }
+        if (is_done) return true;
+        if (!has_run) {
+            std::string who;
+            for (const Warp& warp : warps)
+                if (warp.is_waiting) who += " " + std::to_string(warp.index);
+            throw Fault("block " + std::to_string(linear_index) + ": warps" + who + " wait at a barrier that the others never reach");
+        }
+        if (after - before > kBlockTurn) return false;
+        ++num_idle_rounds;
+    }
+}
+
+void Block::arrive(int which, Warp& warp, int num_threads, bool waits) {
+    Barrier& barrier = barriers[which];
+    if (barrier.num_arrived && barrier.num_expected != num_threads) throw Fault("a barrier with another number of threads than before");
+    barrier.num_expected = num_threads;
+    barrier.num_arrived += kLanes;
+    if (waits) {
+        barrier.waiting.push_back(warp.index);
+        warp.is_waiting = true;
+    }
+    if (barrier.num_arrived < num_threads) return;
+    for (const int index_of_warp : barrier.waiting) warps[index_of_warp].is_waiting = false;
+    barrier = Barrier();
+    ++epoch;
+}
+
+void Block::check_shared(uint64_t address, int bytes) const {
+    char text[128];
+    if (address % static_cast<uint64_t>(bytes)) {
+        std::snprintf(text, sizeof text, "misaligned address %llu of %d bytes of shared memory", static_cast<unsigned long long>(address), bytes);
+        throw Fault(text);
+    }
+    if (address + bytes <= shared.size()) return;
+    std::snprintf(text, sizeof text, "%d bytes at %llu are outside of the %zu of shared memory", bytes, static_cast<unsigned long long>(address), shared.size());
+    throw Fault(text);
+}
+
+void Block::note(const Warp& warp, uint64_t address, int bytes, bool is_write) {
+    const auto me = static_cast<int16_t>(warp.index);
+    for (int i = 0; i < bytes; ++i) {
+        ShadowByte& byte = shadow[address + i];
+        if (!is_write && byte.write_epoch == 0) throw Fault("shared memory that nobody has written, at " + std::to_string(address + i));
+        const bool follows_write = byte.write_epoch == epoch && byte.writer != me;
+        const bool follows_read = is_write && byte.read_epoch == epoch && byte.reader != me;
+        if (follows_write || follows_read)
+            throw Fault(std::string("a race: ") + (is_write ? "a write" : "a read") + " of shared memory at " + std::to_string(address + i) + " by warp " + std::to_string(me) +
+                        ", which warp " + std::to_string(follows_write ? byte.writer : byte.reader) + (follows_write ? " has written" : " has read") + " since the last barrier");
+        if (is_write) {
+            byte.write_epoch = epoch;
+            byte.writer = me;
+            byte.fence = warp.num_proxy_fences;
+        } else {
+            byte.reader = byte.read_epoch == epoch && byte.reader != me ? int16_t{-2} : me;
+            byte.read_epoch = epoch;
+        }
+    }
+}
+
+void Block::read_shared(const Warp& warp, uint64_t address, void* out, int bytes) {
+    check_shared(address, bytes);
+    if (!shadow.empty()) note(warp, address, bytes, false);
+    std::memcpy(out, shared.data() + address, bytes);
+}
+
+void Block::write_shared(const Warp& warp, uint64_t address, const void* content, int bytes) {
+    check_shared(address, bytes);
+    if (!shadow.empty()) note(warp, address, bytes, true);
+    std::memcpy(shared.data() + address, content, bytes);
+}
+
+void Block::read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes) {
+    if (!shadow.empty()) {
+        check_shared(address, bytes);
+        const ShadowByte& byte = shadow[address];
+        // PTX ISA, "Async Proxy": the writer's own fence, before the barrier.
+        if (byte.writer >= 0 && byte.fence == warps[byte.writer].num_proxy_fences)
+            throw Fault("the tensor core reads shared memory at " + std::to_string(address) + " without a fence.proxy.async after warp " + std::to_string(byte.writer) + " has written it");
+    }
+    read_shared(warp, address, out, bytes);
+}
+
+// ---- warps
+
+Warp::Warp(Block& of_block, int warp_index)
+    : block(of_block), index(warp_index), kernel(of_block.launch.kernel), constants(kernel.constants.data()) {
+    registers.resize(size_t{kernel.num_words} * kLanes);
+    predicates.resize(kernel.num_predicates);
+    defined.resize(kernel.num_words);
+    predicates_defined.resize(kernel.num_predicates);
+    in_flight.resize(kernel.num_words);
+    for (const Use& use : kernel.undefined) {
+        for (int i = 0; i < use.num_words; ++i) defined[use.index + i] = kAll;
+        std::fill_n(registers.begin() + size_t{use.index} * kLanes, size_t{use.num_words} * kLanes, 0xffffffffu);
+    }
+    const Launch& launch = block.launch;
+    const int num_lanes = std::min(kLanes, launch.num_threads - warp_index * kLanes);
+    paths = {{0, num_lanes == kLanes ? kAll : (Mask{1} << num_lanes) - 1}};
+    const auto dimensions = [&](const std::string& name, uint32_t x, uint32_t y, uint32_t z) { return name.back() == 'x' ? x : name.back() == 'y' ? y : z; };
+    for (const auto& [name, use] : kernel.specials) {
+        for (int i = 0; i < use.num_words; ++i) defined[use.index + i] = kAll;
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const auto thread = static_cast<uint32_t>(warp_index * kLanes + lane);
+            uint32_t value = 0;
+            if (name.rfind("%tid", 0) == 0) value = dimensions(name, thread, 0, 0);
+            else if (name.rfind("%ntid", 0) == 0) value = dimensions(name, static_cast<uint32_t>(launch.num_threads), 1, 1);
+            else if (name.rfind("%ctaid", 0) == 0) value = dimensions(name, block.index[0], block.index[1], block.index[2]);
+            else if (name.rfind("%nctaid", 0) == 0) value = dimensions(name, launch.grid[0], launch.grid[1], launch.grid[2]);
+            else if (name == "%laneid") value = static_cast<uint32_t>(lane);
+            else if (name == "%warpid") value = static_cast<uint32_t>(warp_index);
+            else if (name == "%cluster_nctarank") value = 1;
+            if (use.num_words == 2) lanes<uint64_t>(use)[lane] = value;
+            else lanes<uint32_t>(use)[lane] = value;
+        }
+    }
+}
+
+Mask Warp::live() const {
+    Mask mask = 0;
+    for (const Path& path : paths) mask |= path.lanes;
+    return mask;
+}
+
+void Warp::run(uint64_t max_instructions) {
+    const uint64_t end = num_instructions + max_instructions;
+    yields = false;
+    while (!paths.empty() && !is_waiting && !yields && num_instructions < end) step();
+    if (!paths.empty()) return;
+    if (!copies.empty() || !copy_groups.empty()) {
+        // Copies that nobody waits for may arrive after the block's end: nobody may need them.
+        copies.clear();
+        copy_groups.clear();
+    }
+    is_done = true;
+}
+
+void Warp::step() {
+    size_t at = 0;
+    for (size_t i = 1; i < paths.size(); ++i)
+        if (paths[i].pc < paths[at].pc) at = i;
+    const uint32_t pc = paths[at].pc;
+    if (pc >= kernel.instructions.size()) {
+        paths.erase(paths.begin() + static_cast<ptrdiff_t>(at));
+        return;
+    }
+    const Instruction& instruction = kernel.instructions[pc];
+    const Mask here = paths[at].lanes;
+    ++num_instructions;
+    Mask active = here;
+    try {
+        if (instruction.has_guard) {
+            if ((predicates_defined[instruction.guard.index] & here) != here) throw Fault("a predicate that was never set");
+            active &= predicate(instruction.guard);
+        }
+        paths[at].pc = pc + 1;
+        if (instruction.is_branch) {
+            if (active == here) {
+                paths[at].pc = instruction.target;
+            } else if (active) {
+                paths[at].lanes = here & ~active;
+                paths.push_back({instruction.target, active});
+            }
+        } else if (active) {
+            require_defined(instruction, active);
+            instruction.run(*this, instruction, active);
+            for (const Use& use : instruction.to) {
+                if (use.is_predicate) predicates_defined[use.index] |= active;
+                else for (int i = 0; i < use.num_words; ++i) defined[use.index + i] |= active;
+            }
+        }
+    } catch (const Fault& fault) {
+        const std::string what = fault.what();
+        if (what.find("\n  at ") != std::string::npos) throw;
+        throw Fault(what + "\n  at " + place_of(kernel, instruction) + "\n  in " + kernel.entry->name + ", block " + std::to_string(block.linear_index) + ", warp " +
+                    std::to_string(index) + ", lanes " + lanes_text(active));
+    }
+    if (paths.size() == 1) return;
+    for (size_t i = 0; i < paths.size(); ++i)
+        for (size_t j = paths.size() - 1; j > i; --j)
+            if (paths[j].pc == paths[i].pc) {
+                paths[i].lanes |= paths[j].lanes;
+                paths.erase(paths.begin() + static_cast<ptrdiff_t>(j));
+            }
+}
+
+void Warp::require_defined(const Instruction& instruction, Mask active) {
+    for (const Use& use : instruction.from) {
+        if (use.is_constant) continue;
+        const Mask seen = use.is_predicate ? predicates_defined[use.index] : defined[use.index];
+        if ((seen & active) != active) throw Fault("a register that was never set, of lanes " + lanes_text(active & ~seen));
+        if (num_in_flight && !use.is_predicate && in_flight[use.index] && !instruction.may_use_in_flight)
+            throw Fault("a register that an asynchronous product still writes");
+    }
+    if (num_in_flight && !instruction.may_use_in_flight)
+        for (const Use& use : instruction.to)
+            if (!use.is_predicate && in_flight[use.index]) throw Fault("a register that an asynchronous product still writes");
+}
+
+// ---- launches
+
+void Launch::run() {
+    const uint64_t num_blocks = uint64_t{grid[0]} * grid[1] * grid[2];
+    std::deque<std::unique_ptr<Block>> unfinished;
+    uint64_t next = 0;
+    const auto count = [&](const Block& block) {
+        uint64_t total = 0;
+        for (const Warp& warp : block.warps) total += warp.num_instructions;
+        return total;
+    };
+    while (next < num_blocks || !unfinished.empty()) {
+        std::unique_ptr<Block> block;
+        if (next < num_blocks) {
+            const auto x = static_cast<uint32_t>(next % grid[0]), y = static_cast<uint32_t>(next / grid[0] % grid[1]), z = static_cast<uint32_t>(next / grid[0] / grid[1]);
+            block = std::make_unique<Block>(*this, std::array<uint32_t, 3>{x, y, z}, next);
+            ++next;
+        } else {
+            block = std::move(unfinished.front());
+            unfinished.pop_front();
+        }
+        const uint64_t before = count(*block);
+        const bool is_done = block->run();
+        num_instructions += count(*block) - before;
+        if (num_instructions > options.max_instructions) throw Fault(kernel.entry->name + " has run " + std::to_string(num_instructions) + " instructions and does not end");
+        if (!is_done) {
+            unfinished.push_back(std::move(block));
+            std::this_thread::yield();
+        }
+    }
+}
+
+}  // namespace software_gpu

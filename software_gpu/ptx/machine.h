@@ -1,0 +1,210 @@
+// What executes a kernel: the launch, its blocks (CTAs), their warps. A warp's register is a vector of 32 lanes.
+//
+// Blocks run one after another, the warps of a block in turns, the lanes of a warp in step. Lanes that took different
+// branches wait for the one furthest behind, as compilers lay out code so that paths meet again further on.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+
+#include "program.h"
+
+namespace software_gpu {
+
+// Where an operand's lanes are. 64-bit values take two words a lane.
+struct Use {
+    uint32_t index = 0;  // of words of 32 lanes, or of predicates
+    bool is_constant = false;
+    bool is_predicate = false;
+    bool is_negated = false;
+    uint8_t num_words = 1;
+};
+
+struct Warp;
+struct Instruction;
+using Handler = void (*)(Warp&, const Instruction&, Mask);  // with the lanes that take part
+
+struct Instruction {
+    Handler run = nullptr;
+    std::vector<Use> to, from;         // in the order that the handler wants
+    int64_t offset = 0;                // of an address
+    std::array<int64_t, 8> n{};        // sizes and kinds of the opcode; the handler says which
+    Use guard;
+    bool has_guard = false;
+    bool may_use_in_flight = false;    // registers that an asynchronous product still writes
+    bool is_branch = false;
+    uint32_t target = 0;
+    const Statement* statement = nullptr;
+};
+
+struct Kernel {
+    std::shared_ptr<const Module> module;
+    const Entry* entry = nullptr;
+    std::vector<Instruction> instructions;
+    std::vector<uint32_t> constants;           // kLanes words each
+    std::map<std::string, Use> specials;       // %tid.x and so on, as registers
+    std::vector<Use> undefined;                // that no instruction writes: any value will do
+    uint32_t num_words = 0, num_predicates = 0;
+};
+
+// Allocations that a kernel may touch. None: every address is allowed.
+class GlobalMemory {
+  public:
+    struct Range {
+        uint64_t begin, end;
+    };
+    void set_ranges(std::vector<Range> ranges);
+    // Raises Fault for an address that is not a multiple of `bytes`, or lies outside of every allocation.
+    void check(uint64_t address, int bytes) const;
+
+  private:
+    std::vector<Range> ranges_;
+    mutable size_t last_ = 0;
+};
+
+struct Options {
+    bool is_late = true;        // asynchronous copies and products at the last moment that waits allow, or at the first
+    bool finds_races = false;   // of shared and global memory, and reads of shared memory that nobody wrote
+    uint64_t max_instructions = 2'000'000'000;
+};
+
+// Who touched a byte of shared memory last.
+struct ShadowByte {
+    uint32_t write_epoch = 0, read_epoch = 0;  // number of the block's barriers before it, from 1; 0: never
+    int16_t writer = -1, reader = -1;          // warps; reader -2: several
+    uint32_t fence = 0;                        // fences of the asynchronous proxy by the writer before it
+};
+
+struct Launch;
+
+struct Barrier {
+    int num_arrived = 0;      // threads
+    int num_expected = 0;
+    std::vector<int> waiting;  // warps
+};
+
+struct Block {
+    Block(const Launch& launch, std::array<uint32_t, 3> index, uint64_t linear_index);
+    // True when all warps are done; false when it waits for other blocks.
+    bool run();
+    void read_shared(const Warp& warp, uint64_t address, void* out, int bytes);
+    void write_shared(const Warp& warp, uint64_t address, const void* bytes_in, int bytes);
+    // Of the tensor core: sees what generic stores wrote only behind a fence of its proxy.
+    void read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes);
+    void arrive(int barrier, Warp& warp, int num_threads, bool waits);
+
+    const Launch& launch;
+    std::array<uint32_t, 3> index;
+    uint64_t linear_index;
+    std::vector<uint8_t> shared;
+    std::vector<ShadowByte> shadow;
+    uint32_t epoch = 1;
+    std::vector<Warp> warps;
+    std::array<Barrier, 16> barriers;
+
+  private:
+    void check_shared(uint64_t address, int bytes) const;
+    void note(const Warp& warp, uint64_t address, int bytes, bool is_write);
+};
+
+struct Path {
+    uint32_t pc;
+    Mask lanes;
+};
+
+// A copy of cp.async that has not arrived: its bytes are read from global memory when it does.
+struct Copy {
+    Mask lanes;
+    std::array<uint64_t, kLanes> from;
+    std::array<uint32_t, kLanes> to, num_read;  // bytes; the rest up to `bytes` is zeros
+    int bytes;
+};
+
+struct Warp {
+    Warp(Block& block, int index);
+
+    template <class T>
+    auto* lanes(const Use& use) {
+        using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+        const uint32_t* words = use.is_constant ? constants + size_t{use.index} * kLanes : registers.data() + size_t{use.index} * kLanes;
+        return reinterpret_cast<Word*>(const_cast<uint32_t*>(words));
+    }
+    template <class T>
+    T get(const Use& use, int lane) {
+        const auto word = lanes<T>(use)[lane];
+        if constexpr (sizeof(T) == 8 || sizeof(T) == 4) {
+            return std::bit_cast<T>(word);
+        } else if constexpr (sizeof(T) == 2) {
+            return std::bit_cast<T>(static_cast<uint16_t>(word));
+        } else {
+            return std::bit_cast<T>(static_cast<uint8_t>(word));
+        }
+    }
+    template <class T>
+    void put(const Use& use, int lane, T value) {
+        auto* words = lanes<T>(use);
+        if constexpr (sizeof(T) == 8 || sizeof(T) == 4) {
+            words[lane] = std::bit_cast<std::remove_reference_t<decltype(words[0])>>(value);
+        } else if constexpr (sizeof(T) == 2) {
+            words[lane] = std::bit_cast<uint16_t>(value);
+        } else {
+            words[lane] = std::bit_cast<uint8_t>(value);
+        }
+    }
+    Mask predicate(const Use& use) const {
+        const Mask mask = use.is_constant ? (use.index ? kAll : 0) : predicates[use.index];
+        return use.is_negated ? ~mask : mask;
+    }
+    void set_predicate(const Use& use, Mask value, Mask active) {
+        predicates[use.index] = (predicates[use.index] & ~active) | (value & active);
+    }
+    Mask live() const;
+    // Until it waits, ends, or has had its turn.
+    void run(uint64_t max_instructions);
+
+    Block& block;
+    int index;
+    const Kernel& kernel;
+    const uint32_t* constants;
+    std::vector<uint32_t> registers;
+    std::vector<Mask> predicates;
+    std::vector<Mask> defined, predicates_defined;  // lanes of each word that were written
+    std::vector<bool> in_flight;                    // words that an asynchronous product writes
+    int num_in_flight = 0;
+    std::vector<Path> paths;
+    bool is_waiting = false, is_done = false, yields = false;
+    uint64_t num_instructions = 0;
+    uint32_t num_proxy_fences = 0;
+    std::vector<Copy> copies;                                   // since the last commit
+    std::deque<std::vector<Copy>> copy_groups;
+    std::vector<const Instruction*> products;                   // wgmma since the last commit, with `product_lanes`
+    std::deque<std::vector<const Instruction*>> product_groups;
+    uint32_t num_wgmma_fences = 0;
+
+  private:
+    void step();
+    void require_defined(const Instruction& instruction, Mask active);
+};
+
+struct Launch {
+    const Kernel& kernel;
+    std::array<uint32_t, 3> grid;
+    int num_threads;
+    int shared_bytes;
+    std::vector<uint8_t> parameters;
+    GlobalMemory& memory;
+    Options options;
+    mutable uint64_t num_instructions = 0;
+    mutable std::map<std::string, int> races;  // by the place where the second access stands
+
+    void run();
+};
+
+// "file.py:12: add.s32 ..." of an instruction.
+std::string place_of(const Kernel& kernel, const Instruction& instruction);
+
+}  // namespace software_gpu
