@@ -83,5 +83,5 @@ def test_the_containerfile_copies_what_is_there_and_installs_the_locked_pytorch(
     lines = (ROOT / "Containerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert copied and all((ROOT / name).exists() for name in copied)
-    (torch,) = re.findall(r"^TORCH=(\S+)$", (ROOT / "scripts" / "install").read_text(), re.MULTILINE)
+    (torch,) = re.findall(r"^TORCH=(\S+)$", (ROOT / "scripts" / "torch_build").read_text(), re.MULTILINE)
     assert any(f" {torch} " in f"{line} " for line in lines)
