@@ -63,7 +63,7 @@ int software_gpu_launch(const void* loaded, const uint32_t* grid, int num_thread
             memory.set_ranges(std::move(allowed));
         }
         Launch launch{kernel, {grid[0], grid[1], grid[2]}, num_threads, shared_bytes, {parameters, parameters + kernel.entry->parameter_bytes}, memory,
-                      {is_late != 0, finds_races != 0, max_instructions}, 0, {}};
+                      {is_late != 0, finds_races != 0, max_instructions}, 0};
         launch.run();
         *num_instructions = launch.num_instructions;
     });

@@ -52,7 +52,7 @@ constexpr auto kShr = [](auto a, uint32_t by) {
     return static_cast<decltype(a)>(a >> by);
 };
 
-template <auto F, bool kIsWide = false>
+template <auto F>
 Handler binary_integer(Type type) {
     const bool is_signed = type.kind == 's';
     switch (type.bits) {

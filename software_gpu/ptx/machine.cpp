@@ -42,7 +42,6 @@ Block::Block(const Launch& of_launch, std::array<uint32_t, 3> block_index, uint6
 bool Block::run() {
     uint64_t before = 0;
     for (const Warp& warp : warps) before += warp.num_instructions;
-    int num_idle_rounds = 0;
     while (true) {
         bool is_done = true, has_run = false;
         uint64_t after = 0;
@@ -62,7 +61,6 @@ bool Block::run() {
             throw Fault("block " + std::to_string(linear_index) + ": warps" + who + " wait at a barrier that the others never reach");
         }
         if (after - before > kBlockTurn) return false;
-        ++num_idle_rounds;
     }
 }
 

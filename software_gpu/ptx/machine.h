@@ -199,7 +199,6 @@ struct Launch {
     GlobalMemory& memory;
     Options options;
     mutable uint64_t num_instructions = 0;
-    mutable std::map<std::string, int> races;  // by the place where the second access stands
 
     void run();
 };
