@@ -70,21 +70,21 @@ class DeviceSlots:
         `page_tables` are filled in place of the page table of `inputs`.
         """
         num_requests, num_pages = len(inputs.context_lens), inputs.page_table.shape[1]
-        slots, is_chained = plan.slot_ids, plan.context_lens < 0
-        torch.where(is_chained, self.context_lens[slots], plan.context_lens, out=inputs.context_lens)
+        slots, is_given = plan.slot_ids, plan.context_lens >= 0
+        torch.where(is_given, plan.context_lens, self.context_lens[slots], out=inputs.context_lens)
         by_group = inputs.page_table.view(-1, num_requests, num_pages) if page_tables is None else page_tables
         torch.index_select(self._tables[:, :, :num_pages], 1, slots, out=by_group)
-        is_token = plan.token_rows < num_requests
+        is_padding = plan.token_rows >= num_requests
         rows = plan.token_rows.clamp(max=num_requests - 1)
         index = torch.arange(len(rows), device=rows.device) - plan.token_offsets[rows]
-        inputs.positions.copy_((inputs.context_lens[rows] + index) * is_token)
+        inputs.positions.copy_((inputs.context_lens[rows] + index).masked_fill_(is_padding, 0))
         stored = self.token_ids[slots[rows], index.clamp(min=0, max=self.token_ids.shape[1] - 1)]
-        torch.where(is_chained[rows] & is_token, stored, plan.token_ids, out=inputs.token_ids)
+        torch.where(is_given[rows] | is_padding, plan.token_ids, stored, out=inputs.token_ids)
         if inputs.choices is not None and inputs.chances is not None:
             num_choices = inputs.choices.shape[1]
             torch.index_select(self.choices[:, :num_choices], 0, slots, out=inputs.choices)
             torch.index_select(self.chances[:, :num_choices], 0, slots, out=inputs.chances)
-            inputs.chances.masked_fill_(~is_chained[:, None], 0.0)  # drafts that the host gave were not drawn
+            inputs.chances.masked_fill_(is_given[:, None], 0.0)  # drafts that the host gave were not drawn
 
     def store(
         self,

@@ -161,6 +161,18 @@ def test_the_server_stops_cleanly_while_a_stream_runs(
         assert not server.shared_memory()
 
 
+def has_died(server: ServerProcess) -> bool:
+    return server.pid not in server.members()
+
+
+def refuses(server: ServerProcess) -> bool:
+    """By an error, or because Triton died with the process, as it seldom does."""
+    try:
+        return bool(generate(server, text_input="x", max_tokens=1)["status"] >= 400)
+    except httpx.TransportError:
+        return has_died(server)
+
+
 def test_a_dead_model_process_is_found_by_a_request_or_a_read_timeout_and_leaves_nothing(
     own_repository, installation, tmp_path
 ) -> None:
@@ -172,8 +184,8 @@ def test_a_dead_model_process_is_found_by_a_request_or_a_read_timeout_and_leaves
             # Nearly always it stays open; seldom Triton breaks it off. It never ends as if it were whole.
             with pytest.raises((httpx.ReadTimeout, httpx.RemoteProtocolError)):
                 list(responses)
-        until(lambda: generate(server, text_input="x", max_tokens=1)["status"] >= 400, "a request says so")
-        assert server.is_ready(), "if this fails, Triton has learned to notice: say so in docs/deployment.md"
+        until(lambda: refuses(server), "a request says so")
+        assert server.is_ready() or has_died(server), "if this fails, Triton has learned to notice: say so in the docs"
         server.stop()
         assert not server.members()
         assert not server.shared_memory()
