@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from scripts.published_configs import repositories, write_checkpoint
+
 _ROOT = Path(__file__).resolve().parents[1]
 Config = dict[str, Any]
 
@@ -384,9 +386,14 @@ ASSUMED: dict[str, str] = {
 }
 
 
-def write_config(root: Path, name: str) -> Path:
-    """A directory ROOT/OWNER/NAME with config.json alone."""
+def write_shape(root: Path, name: str) -> Path:
+    """A directory ROOT/OWNER/NAME with config.json alone, of the shape here."""
     directory = root / name
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps((TARGETS | DRAFTERS)[name]))
     return directory
+
+
+def write_config(root: Path, name: str) -> Path:
+    """The publisher's own file where there is one at hand, else the shape here."""
+    return write_checkpoint(root, name) if name in repositories() else write_shape(root, name)

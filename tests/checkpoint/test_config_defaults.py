@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
 from tests.checkpoint.refusals import read_target_spec
 from tests.factories import make_target, read_json, write_json
+from tests.parity.test_config_keys import FAMILIES, make
 from tests.specs import Flat
 
 
@@ -44,3 +45,15 @@ def test_a_key_left_out_means_what_transformers_takes_it_for(
     assert key in fields
     write_json(target / "config.json", {name: value for name, value in fields.items() if name != key})
     assert meaning(read_target_spec(target)) == getattr(AutoConfig.from_pretrained(target), key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_value_that_an_absent_key_has_is_read_as_its_absence(tmp_path: Path, family: Any) -> None:
+    """One by one, every key of transformers' config class that the file leaves out."""
+    target = make(tmp_path / "target", family)
+    spec, fields = read_target_spec(target), read_json(target / "config.json")
+    absent = {name: value for name, value in CONFIG_MAPPING[family]().to_dict().items() if name not in fields}
+    assert absent
+    for name, value in absent.items():
+        write_json(target / "config.json", fields | {name: value})
+        assert read_target_spec(target) == spec, name

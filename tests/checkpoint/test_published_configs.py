@@ -8,7 +8,7 @@ import pytest
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.errors import ConfigError
 from scripts.published_configs import read_config, repositories, write_checkpoint
-from scripts.published_shapes import TARGETS, write_config
+from scripts.published_shapes import TARGETS, write_shape
 from tests.published_pairs import needs_published_configs
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
@@ -43,6 +43,6 @@ def test_a_published_file_is_read_or_refused_for_what_its_model_needs(repository
 @needs_published_configs
 @pytest.mark.parametrize("name", sorted(TARGETS.keys() & set(repositories())))
 def test_the_shapes_of_known_pairs_are_those_of_the_published_files(name: str, tmp_path: Path) -> None:
-    ours = read_specs(write_config(tmp_path / "ours", name), None).target
+    ours = read_specs(write_shape(tmp_path / "ours", name), None).target
     theirs = read_specs(write_checkpoint(tmp_path / "theirs", name), None).target
     assert (ours.layers, ours.hidden_size, ours.vocab_size) == (theirs.layers, theirs.hidden_size, theirs.vocab_size)
