@@ -1,4 +1,4 @@
-"""Counts of the package for docs/architecture.md: files, lines, and the lengths of functions."""
+"""Counts of the package: files, lines, and the lengths of functions."""
 
 import ast
 import sys
