@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt import SamplingParams
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.backends.torch import attention_plan, gated_delta
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core import state_spec
@@ -45,7 +46,7 @@ _windowed = partial(
 _taps = {"target_layer_ids": (0, 1)}
 
 
-AnyExecutor = Any  # TorchExecutor or TorchGpuExecutor
+AnyExecutor = Any  # TorchExecutor, TorchGpuExecutor or TensorRTExecutor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +125,12 @@ class Foreign:
         return handle
 
     def _unowned(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
-        """Pages by group, and slots, snapshots among them."""
+        """Pages by group, with those that padding writes to and that nobody reads; and slots, snapshots among them."""
         limits, pool = self.limits, self.scheduler._request_pool
         pools = [pool.store._pool, *(window._pool for window in pool.store.windows)]
         pages = [[i for i in range(one.num_pages) if one.num_owners(i) == 0] for one in pools]
+        for group, tensor in paged_tensors(self._executor):
+            pages[group] += range(pools[group].num_pages, len(tensor))
         updates = plan.page_updates
         entries = zip(updates.slots.tolist(), updates.columns.tolist(), strict=True)
         for (slot, column), page_id in dict(zip(entries, updates.page_ids.tolist(), strict=True)).items():  # the last
@@ -159,6 +162,9 @@ class Foreign:
 
 def paged_tensors(executor: AnyExecutor) -> Iterator[tuple[int, Tensor]]:
     """Page group and pages of every state that is kept by token position."""
+    if isinstance(executor, TensorRTExecutor):
+        yield from ((executor.state.group_of(name), pages) for name, pages in executor.state.pages.items())
+        return
     state = executor._state
     for cache in (*state.target_kv, *state.draft_kv, *([state.draft_features] if state.draft_features else ())):
         if isinstance(cache, Cache):
@@ -169,10 +175,14 @@ def paged_tensors(executor: AnyExecutor) -> Iterator[tuple[int, Tensor]]:
 
 def slot_tensors(executor: AnyExecutor) -> Iterator[Tensor]:
     """What is kept by slot; page tables hold ids, and are left as requests leave them."""
-    for cache in executor._state.target_kv:
-        if isinstance(cache, RecurrentCache):
-            yield from cache.tensors.values()
-    slots = executor._slots if isinstance(executor, TorchExecutor) else executor._staging.slots
+    if isinstance(executor, TensorRTExecutor):
+        yield from executor.state.slots.values()
+        slots = executor._buffers.staging.slots
+    else:
+        for cache in executor._state.target_kv:
+            if isinstance(cache, RecurrentCache):
+                yield from cache.tensors.values()
+        slots = executor._slots if isinstance(executor, TorchExecutor) else executor._staging.slots
     yield from (slots.token_ids, slots.choices, slots.chances, slots.context_lens)
 
 

@@ -69,8 +69,8 @@ class DrawnTests:
     ) -> tuple[ITensor, ITensor]:
         """The scores, those of rejected drafts being of the residual, and bool [N, 1]: the draft is the row's token.
 
-        Indices of a scatter must differ. Those of choices with a chance do; others have the first tokens in their
-        place, whose scores are left as they are.
+        Indices of a scatter must differ, and be tokens. Those of choices with a chance do; others, which may be of no
+        request, have the first tokens in their place, whose scores are left as they are.
         """
         masses = layers.where(is_kept, layers.unary("EXP", scaled), layers.like(0.0, scaled))  # unnormalised p
         total = layers.reduce("SUM", masses, 1)
@@ -80,14 +80,14 @@ class DrawnTests:
         is_accepted = layers.binary("AND", self.is_tested, passes)
         is_rejected = layers.binary("AND", self.is_tested, layers.unary("NOT", passes))
 
-        expected = layers.binary("PROD", self.chances, total)
-        residual = layers.binary("SUB", layers.gather_elements(masses, self.choices, 1), expected)  # [N, C]
-        left = layers.binary("PROD", temperature, layers.unary("LOG", residual))
-        left = layers.where(layers.binary("GREATER", residual, 0.0), left, layers.like(LOWEST, left))
         is_drawn = layers.binary("GREATER", layers.reduce("SUM", self.chances, 1), 0.0)
         changes = layers.binary("AND", is_rejected, is_drawn)
         firsts = layers.reshape(layers.arange(self.choices.shape[1]), (1, -1))
         places = layers.where(changes, self.choices, firsts)
+        expected = layers.binary("PROD", self.chances, total)
+        residual = layers.binary("SUB", layers.gather_elements(masses, places, 1), expected)  # [N, C]
+        left = layers.binary("PROD", temperature, layers.unary("LOG", residual))
+        left = layers.where(layers.binary("GREATER", residual, 0.0), left, layers.like(LOWEST, left))
         updates = layers.where(changes, left, layers.gather_elements(scores, places, 1))
         changed = layers.scatter_elements(scores, places, updates, 1)
         tokens = layers.reshape(layers.arange(scores.shape[1]), (1, -1))
