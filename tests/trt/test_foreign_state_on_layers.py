@@ -1,4 +1,4 @@
-"""The law of `tests/parity/test_foreign_state.py` over TensorRT's plain layers: read back, and run in place of an engine."""
+"""The law of `tests/parity/test_foreign_state.py` over TensorRT's plain layers: read back and run."""
 
 from pathlib import Path
 from types import ModuleType
