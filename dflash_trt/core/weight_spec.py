@@ -6,6 +6,7 @@ The specs of `core/model` name them, `checkpoint/` fills the table from foreign 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from dflash_trt.core.dtype import DType, FloatDType
@@ -51,6 +52,7 @@ def segments_of(spec: WeightSpec) -> tuple[int, ...]:
     return spec.segments or (spec.shape[spec.row_axis],)
 
 
+@lru_cache(maxsize=1024)  # layers are alike
 def segment_specs(spec: WeightSpec) -> tuple[WeightSpec, ...]:
     """Each fused part as a tensor of its own."""
     segments = segments_of(spec)
@@ -67,6 +69,7 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
 
 
+@lru_cache(maxsize=1024)  # layers are alike
 def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
     """Spec of the shard that each rank holds."""
     num_ranks = mapping.tp_size
