@@ -1,6 +1,7 @@
 """Runs the commands and the Python of pages in the working directory, as a reader pastes them; a failure ends it.
 
 `.venv/bin` is the working directory's. Pages and their parser are the checkout's; what runs sees nothing else of it.
+`--quick` before the pages leaves out the commands that take minutes.
 """
 
 import os
@@ -23,24 +24,27 @@ NOT_RUN = {
     "dflash-trt build --target Qwen3-8B": "needs published checkpoints",
     "dflash-trt run qwen3-8b-dflash": "needs published checkpoints",
 }
+TAKES_MINUTES = {".venv/bin/dflash-trt bench ": "takes minutes"}
 
 
 def main() -> None:
+    quick = sys.argv[1] == "--quick"
+    not_run = NOT_RUN | TAKES_MINUTES if quick else NOT_RUN
     used = set()
     environment = os.environ | {"PATH": f"{Path('.venv/bin').absolute()}:{os.environ['PATH']}"}
-    for name in sys.argv[1:]:
+    for name in sys.argv[1 + quick :]:
         page = Page.read(str(Path(name).resolve().relative_to(ROOT)))
         for command in page.commands:
-            reason = next((start for start in NOT_RUN if command.text.startswith(start)), None)
+            reason = next((start for start in not_run if command.text.startswith(start)), None)
             if reason is not None:
                 used.add(reason)
-                print(f"-- {page.name}: not run, {NOT_RUN[reason]}: {command.text}", flush=True)
+                print(f"-- {page.name}: not run, {not_run[reason]}: {command.text}", flush=True)
                 continue
             run(page.name, ["bash", "-ec", command.text], command.text, environment)
         for language, text in page.blocks:
             if language == "python":
                 run(page.name, [".venv/bin/python", "-c", text], "python", environment)
-    unused = set(NOT_RUN) - used
+    unused = not_run.keys() - used
     if unused:
         sys.exit(f"error: no page has a command that begins with {', '.join(sorted(unused))}")
 

@@ -1,15 +1,18 @@
 """With the declared dependencies alone: what is imported, what runs, and what is refused by name before any work."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.declared_only import declared, undeclared_modules
 
-PROGRAM = Path(__file__).resolve().parents[1] / "declared_only.py"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "declared_only.py"
 IMPORT_ALL = """
 import importlib, json, pkgutil, dflash_trt
 missing = {}
@@ -82,3 +85,12 @@ def test_bench_serve_names_its_extra_before_any_work(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "aiohttp" in ran.stderr and "pip install 'dflash-trt[serve]'" in ran.stderr
     assert "none.jsonl" not in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_check_wheel_runs_a_command_of_every_extra_and_ci_runs_check_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    script = (ROOT / "scripts" / "check_wheel").read_text()
+    (listed,) = re.findall(r"extras=\((\w[^)]*)\)", script)
+    commands = re.findall(r"^ {8}(\w+)\) ", script, re.MULTILINE)
+    assert sorted(listed.split()) == sorted(commands) == sorted(project["optional-dependencies"].keys() - {"dev"})
+    assert "scripts/check_wheel --quick" in (ROOT / ".ci" / "run").read_text()
