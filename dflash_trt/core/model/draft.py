@@ -29,7 +29,8 @@ class DraftSpec(DecoderSpec):
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
     `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
     are what DFlash2 adds; EAGLE-3 is a `chain`, which has no mask token. An embedding of the target's is scaled as the
-    target scales it, and by `input_embedding_scale`; `logit_softcap` is as in TargetSpec.
+    target scales it, and by `input_embedding_scale`, but for a chain, which norms it; `logit_softcap` is as in
+    TargetSpec.
     """
 
     role: ClassVar[str] = "draft"

@@ -38,7 +38,6 @@ class Eagle3Drafter(Generic[T]):
     spec: DraftSpec
     chain: EagleChain
     embedding: T
-    embedding_scale: float
     fc_norms: tuple[T, ...]  # none, one for all taps, or one for each
     fc: Linear[T]
     kv: Linear[T]  # [k; v]: the layer's, for the context
@@ -103,7 +102,8 @@ class Eagle3Drafter(Generic[T]):
     def _joined(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
         """The normed features [N, H], and behind the normed embeddings what attention reads [N, 2H]."""
         eps = self.spec.rms_norm_eps
-        embedded = ops.embedding(self.embedding, token_ids, self.embedding_scale)
+        # Unscaled, also of a Gemma target: heads are trained so (`speculators`), and the norm undoes any scale.
+        embedded = ops.embedding(self.embedding, token_ids)
         embedded = ops.rms_norm(embedded, self.layer.attention_norm, eps)
         normed = ops.rms_norm(features, self.layer.feature_norm, eps)
         return normed, ops.concat([embedded, normed])
@@ -131,7 +131,6 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
         spec=spec,
         chain=spec.chain,
         embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
-        embedding_scale=1.0 if spec.has_own_embedding else target.embedding_scale,
         fc_norms=tuple(
             tensors[name] for name in spec.chain.fc_norms(len(spec.target_layer_ids), spec.target_hidden_size)
         ),
