@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from dflash_trt.backends import page_budget
@@ -13,7 +15,9 @@ from dflash_trt.core.page_windows import decode_pages
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.core.state_spec import EngineStates, Recurrent
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir.manifest import EngineManifest
+from dflash_trt.scheduler.scheduler import Scheduler
 from tests.executor.rank_engines import build, make_zlab_pair
 from tests.specs import layered
 
@@ -215,6 +219,26 @@ def test_more_sequences_fit_where_layers_keep_a_window(
     assert (alone.num_full_sequences, grouped.num_full_sequences) == (one_group, groups)
     assert grouped.num_pages >= alone.num_pages, "layers without a window never have less"
     assert grouped.total_bytes <= 80 << 30
+
+
+@pytest.mark.parametrize("max_draft_len", [0, 1, 3, 9])
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_windows_have_the_pages_that_the_scheduler_s_limits_ask_for_and_never_more(
+    page_size: int, max_draft_len: int
+) -> None:
+    max_seq_len, max_batch_size = 20, 3
+    sizes = {"page_size": page_size, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+    for window in range(1, max_seq_len + max_draft_len + 2):
+        states = engine_states(alternating(window, every=2, num_layers=2), None, dtype="bfloat16")
+        needs = PageNeeds(states=states, **sizes, steps=StepSizes(max_num_tokens=64, max_draft_len=max_draft_len))
+        limits = ExecutorLimits(**sizes, max_num_tokens=64, max_draft_len=max_draft_len, num_pages=60)
+        assert needs.windows == states.windows(limits.max_positions)
+        claim = min(decode_pages(window, page_size, max_draft_len), limits.max_pages)
+        for num_requests in (1, 2, max_batch_size, max_batch_size + 1, 100):
+            num_running = min(num_requests, max_batch_size)
+            for group in needs.page_windows(num_requests):
+                assert num_running * claim <= group.num_pages <= num_running * limits.max_pages
+                Scheduler(replace(limits, page_windows=(group,)))  # refuses less than one request needs
 
 
 def test_a_budget_of_one_sequence_has_windows_for_it() -> None:

@@ -110,6 +110,15 @@ def test_a_request_of_higher_priority_takes_the_window_of_another() -> None:
     assert [row.request_id for row in driver.executor.batches[-1].requests] == ["high"]
 
 
+@pytest.mark.parametrize("num_window_pages", [6, 7, 9])
+def test_a_request_alone_waits_for_its_own_chunk_to_leave_the_window_and_preempts_nobody(num_window_pages: int) -> None:
+    """A chunk may have lent pages beyond the claim until it is committed, and a step is planned before that."""
+    for num_prompt_tokens in range(1, 40):
+        driver = make_driver(windowed(num_window_pages, max_num_tokens=40, num_pages=40))
+        run_one(driver, prompt=tuple(range(num_prompt_tokens)))
+        assert driver.scheduler.statistics().num_preemptions == 0, num_prompt_tokens
+
+
 def test_pages_of_an_answer_make_room_before_those_of_its_prompt() -> None:
     """The window passes all pages of a prompt of 18 tokens, 16 of them full, and some of the answer."""
     driver = make_driver(windowed(14), draft_rule=always_wrong)
