@@ -1,0 +1,79 @@
+"""A step in parts: together they are the whole, whatever a plan has."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
+from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.step_plan import StateCopies, StepPlan, TokenMasks
+
+K = 2
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Rows of any lengths in any slots, some with masks, scored tokens, restores and saves."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    rows = tuple(
+        ScheduledRequest(
+            request_id=f"r{i}",
+            token_ids=tuple(range(10 * i, 10 * i + length)),
+            context_len=i,
+            num_candidates=min(K, length - 1),
+            page_ids=(i,),
+            sampling=StepSampling(seed=i, temperature=i / 8),
+        )
+        for i, length in enumerate(lengths)
+    )
+    plan = plan_of(StepBatch(requests=rows, num_draft_tokens=K))
+    slots = np.array(draw(st.permutations(range(6)))[: len(rows)])
+    masked = np.flatnonzero([draw(st.booleans()) for _ in range(len(rows) * (K + 1))])
+    scored = np.flatnonzero([draw(st.booleans()) for _ in range(plan.rows.total_tokens)])
+    copied = [slots[[draw(st.booleans()) for _ in rows]] for _ in range(2)]
+    restores, saves = (StateCopies(of, 100 * (1 + i) + of) for i, of in enumerate(copied))
+    return replace(
+        plan,
+        rows=replace(plan.rows, slot_ids=slots),
+        masks=TokenMasks(rows=masked, bits=masked[:, None].astype(np.int32)),
+        prompt_rows=PromptRows(token_rows=scored, next_tokens=7 * scored, num_top_logprobs=3),
+        restores=restores,
+        saves=saves,
+    )
+
+
+@given(plans(), st.data())
+def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -> None:
+    num_rows = plan.rows.num_requests
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1)) if num_rows > 1 else st.just(set())))
+    edges = [0, *cuts, num_rows]
+    masks, scored, copies = [], [], []
+    for start, stop in pairwise(edges):
+        part = plan.part(slice(start, stop))
+        rows, whole = part.rows, plan.rows
+        for name in ("request_ids", "slot_ids", "num_tokens", "num_candidates", "context_lens"):
+            assert list(getattr(rows, name)) == list(getattr(whole, name)[start:stop]), name
+        first, last = whole.token_offsets[[start, stop]].tolist()
+        assert rows.token_ids.tolist() == whole.token_ids[first:last].tolist()
+        assert {name: column.tolist() for name, column in rows.sampling.items()} == {
+            name: column[start:stop].tolist() for name, column in whole.sampling.items()
+        }
+        assert part.masks is not None
+        masks += zip((part.masks.rows + start * (K + 1)).tolist(), part.masks.bits.tolist(), strict=True)
+        if part.prompt_rows is not None:
+            assert part.prompt_rows.num_top_logprobs == 3
+            scored += zip(part.prompt_rows.token_rows + first, part.prompt_rows.next_tokens, strict=True)
+        for kind, found in (("restore", part.restores), ("save", part.saves)):
+            assert np.isin(found.slots, rows.slot_ids).all(), "a copy of a slot without a row"
+            copies += [(kind, *copy) for copy in zip(found.slots.tolist(), found.snapshots.tolist(), strict=True)]
+    assert plan.masks is not None and plan.prompt_rows is not None
+    assert masks == [*zip(plan.masks.rows.tolist(), plan.masks.bits.tolist(), strict=True)]
+    assert scored == [*zip(plan.prompt_rows.token_rows, plan.prompt_rows.next_tokens, strict=True)]
+    assert sorted(copies) == sorted(
+        (kind, *copy)
+        for kind, found in (("restore", plan.restores), ("save", plan.saves))
+        for copy in zip(found.slots.tolist(), found.snapshots.tolist(), strict=True)
+    )
