@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dflash_trt.backends.padding import decode_shape, exact_shape, full_block_shape
 from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.slots import DeviceSlots
-from dflash_trt.backends.staging import InputStaging
+from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
 from dflash_trt.core.batch import (
     RequestResult,
@@ -22,6 +22,7 @@ from dflash_trt.core.batch import (
     request_results,
     result_of,
 )
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits
 from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -243,6 +244,54 @@ def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
     )
     expected = reference_inputs(StepBatch(requests=(*blocks, block), num_draft_tokens=3))
     assert same(staging.inputs(shape), expected)
+
+
+@pytest.mark.parametrize("scratch_page", [None, 9])
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=6))
+def test_rows_that_repeat_are_padded_to_whatever_size_is_next(
+    scratch_page: int | None, steps: list[tuple[int, int]]
+) -> None:
+    """The rows are packed and sent once only while nothing of them changes."""
+    limits = replace(LIMITS, max_batch_size=6, max_num_tokens=24)
+    blocks = [replace(VERIFY, token_ids=(1, 2, 3, 4), num_candidates=3, page_ids=(4, 5, 6)) for _ in range(3)]
+    plans = [plan_of(StepBatch(requests=tuple(blocks[:count]), num_draft_tokens=3)) for count in (3, 2)]
+    staging = InputStaging(limits, torch.device("cpu"), scratch_page=scratch_page)
+    for which, num_padding in steps:
+        plan = plans[which]
+        shape = decode_shape(plan.rows.num_requests + num_padding, 3)
+        fresh = InputStaging(limits, torch.device("cpu"), scratch_page=scratch_page)
+        for each in (staging, fresh):
+            each.stage(plan, shape)
+            each.upload()
+            each.assemble(shape)
+        found, expected = staging.inputs(shape), fresh.inputs(shape)
+        real = slice(0, plan.rows.num_requests)  # pages of padding without a scratch page are those of any request
+        if scratch_page is None:
+            assert torch.equal(found.page_table[real], expected.page_table[real])
+            found = replace(found, page_table=expected.page_table)
+        assert same(found, expected)
+
+
+def test_padding_has_the_scratch_page_and_in_groups_with_windows_their_blank_page() -> None:
+    windows = (PageWindow(2, 5), PageWindow(4, 7))
+    limits = replace(LIMITS, max_batch_size=4, max_num_tokens=16, page_windows=windows)
+    plan = plan_of(StepBatch(requests=(VERIFY,), num_draft_tokens=2))
+    staging, shape = InputStaging(limits, torch.device("cpu"), scratch_page=9), decode_shape(3, 2)
+    staging.stage(plan, shape)
+    staging.upload()
+    staging.assemble(shape)
+    tables = staging.inputs(shape).page_table.view(limits.num_page_groups, 3, -1)
+    assert [set(table[1:].flatten().tolist()) for table in tables] == [{9}, {5}, {7}]
+    assert set(tables[1, 0].tolist()) == {5}  # a request's own entries before its window, too
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_a_step_that_was_asked_for_no_drafts_gives_none(num_drafts: int) -> None:
+    """TensorRT's steps make one at least."""
+    staging, shape = ResultStaging(LIMITS, torch.device("cpu")), decode_shape(2, max(num_drafts, 1))
+    result = staging.download(shape, num_requests=1, has_drafts=num_drafts > 0).read()
+    assert result.draft_tokens.shape == (1, num_drafts)
+    assert result.emitted_tokens.shape == (1, shape.width)
 
 
 def test_a_batch_of_full_blocks_is_padded_unless_it_would_pass_the_token_limit() -> None:
