@@ -12,8 +12,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from dflash_trt.backends.torch.logit_rules import adjust_scores
-from dflash_trt.core.logit_rules import LogitRules
+from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.torch.logit_rules import adjust_scores, adjustment
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
+from dflash_trt.core.logit_rules import LogitRules, RuledSlots
 from dflash_trt.core.request import Request
 from dflash_trt.core.sampling import SamplingParams
 
@@ -114,3 +116,38 @@ def test_ids_beyond_the_vocabulary_are_ignored(beyond: int) -> None:
     scores = torch.zeros(1, VOCAB_SIZE)
     adjust_scores(scores, rules, np.array(PROMPT), np.array([len(PROMPT)]))
     assert scores[0, 1] == 1.0 and scores[0].sum() == -torch.inf and scores[0].isinf().sum() == len(STOP)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rows_of_a_step_know_all_tokens_up_to_their_own(case: str) -> None:
+    """Of chunks and of verify blocks in one step, beside a request without rules."""
+    request, num_drafts = make_request(**CASES[case]), 3
+    rules = LogitRules.of(request)
+    texts = [(*PROMPT, *tail) for tail in ((4, 1, 9, 2), (9, 2, 6, 13, 1), (1,), (2, 6, 1, 5, 7, 0))]
+    num_candidates = (0, 3, 0, 2)
+    own = (5, 4, 9, 5)  # tokens that the step computes: the last of each text
+    requests = tuple(
+        ScheduledRequest(
+            request_id=str(i),
+            token_ids=text[-count:],
+            context_len=len(text) - count,
+            num_candidates=candidates,
+            page_ids=(i,),
+            sampling=StepSampling(),
+            logit_rules=None if i == 2 else rules,
+            known_tokens=text[:-count],
+        )
+        for i, (text, count, candidates) in enumerate(zip(texts, own, num_candidates, strict=True))
+    )
+    batch = StepBatch(requests=requests, num_draft_tokens=num_drafts)
+    adjust = adjustment(RuledSlots(64), plan_of(batch), step_inputs(batch))
+    assert adjust is not None
+    scores = 3 * torch.randn(len(texts) * (num_drafts + 1), VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    expected = scores.clone()
+    for i, (text, candidates) in enumerate(zip(texts, num_candidates, strict=True)):
+        for j in range(num_drafts + 1):
+            row, ids = i * (num_drafts + 1) + j, text[: len(text) - candidates + min(j, candidates)]
+            if i != 2:
+                expected[row] = reference(request, list(ids), scores[row])
+    adjust(scores)
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)

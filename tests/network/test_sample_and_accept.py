@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dflash_trt.backends.torch.philox import token_words
-from dflash_trt.backends.torch.sampling import _smallest_kept, filtered_weights, sample_and_accept
+from dflash_trt.backends.torch.philox import DRAFTS, token_words
+from dflash_trt.backends.torch.sampling import _smallest_kept, draft_tokens, filtered_weights, sample_and_accept
 from dflash_trt.network.ops import Acceptance, StepInputs
 from tests.logit_rows import columns_off
 
@@ -164,3 +164,43 @@ def test_greedy_and_sampled_requests_share_a_step(drawn_first: bool) -> None:
         )
         expected = accept(logits[4 * request : 4 * request + 4], alone).emitted_tokens
         assert found[request].tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("draft_stream", [0, DRAFTS])
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_drafts_made_one_at_a_time_are_those_made_together(draft_stream: int, is_reduced: bool) -> None:
+    """As a chain makes them: slot by slot, each with the noise of its own place."""
+    num_drafts, num_choices = WIDTH - 1, 4
+    seeds = list(range(20))
+    rows = [[1, 2, 3, 4]] * len(seeds)
+    inputs = step_inputs(rows, context_lens=seeds, num_candidates=[3] * len(seeds), temperature=0.8, seeds=seeds)
+    inputs.draft_stream.fill_(draft_stream)
+    generator = torch.Generator().manual_seed(1)
+    acceptance = accept(torch.randn(inputs.token_ids.numel(), VOCAB_SIZE, generator=generator), inputs)
+    draft_to_target = torch.tensor([1, 2, 3, 5, 7, 8, 11, 15]) if is_reduced else None
+    size = VOCAB_SIZE if draft_to_target is None else len(draft_to_target)
+    logits = torch.randn(len(seeds), num_drafts, size, generator=generator)
+    together = draft_tokens(logits.flatten(0, 1), inputs, acceptance, draft_to_target, num_choices=num_choices)
+    alone = [
+        draft_tokens(
+            logits[:, slot].contiguous(),
+            inputs,
+            acceptance,
+            draft_to_target,
+            num_choices=num_choices,
+            first_slot=slot + 1,
+        )
+        for slot in range(num_drafts)
+    ]
+    assert torch.equal(torch.cat([each.tokens for each in alone], 1), together.tokens)
+    assert not torch.equal(together.tokens, logits.argmax(2)) and (together.choices is None) == (draft_stream == 0)
+    if draft_stream == 0 and not is_reduced:  # the noise in which a target of the same logits gives the same tokens
+        starts = acceptance.next_context_lens.tolist()
+        verifying = step_inputs(
+            rows, context_lens=starts, num_candidates=[3] * len(seeds), temperature=0.8, seeds=seeds
+        )
+        of_target = torch.cat([logits, logits[:, :1]], 1).flatten(0, 1)
+        assert torch.equal(accept(of_target, verifying).emitted_tokens[:, :num_drafts], together.tokens)
+    if together.choices is not None:
+        assert torch.equal(torch.cat([each.choices for each in alone], 1), together.choices)
+        torch.testing.assert_close(torch.cat([each.chances for each in alone], 1), together.chances)

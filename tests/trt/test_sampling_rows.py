@@ -100,3 +100,21 @@ def test_the_ends_of_every_number_mean_what_they_mean_in_torch(sampler):
         found, expected = run(sampler, row.expand(len(samplings), -1) * scale, samplings)
         assert torch.equal(found["emitted_tokens"], expected.emitted_tokens)
         torch.testing.assert_close(found["emitted_logprobs"], expected.emitted_logprobs)
+
+
+def test_tokens_of_equal_probability_count_once_each_for_top_p_and_stay_or_go_together(sampler):
+    """Few levels of logits, so that top_k cuts through ties: top_p then counts only as many of them as top_k wants."""
+    generator = torch.Generator().manual_seed(3)
+    samplings, rows = [], []
+    for seed in range(400):
+        levels = (
+            torch.randint(0, 4, (VOCAB_SIZE,), generator=generator).float() * torch.rand(1, generator=generator) * 3
+        )
+        levels[torch.randint(0, VOCAB_SIZE, (1,), generator=generator)] += 4 * torch.rand(1, generator=generator)
+        top_k = int(torch.randint(1, 120, (1,), generator=generator))
+        top_p = 0.05 + 0.9 * float(torch.rand(1, generator=generator))
+        samplings.append(StepSampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed))
+        rows.append(levels)
+    found, expected = run(sampler, torch.stack(rows), samplings)
+    assert torch.equal(found["emitted_tokens"], expected.emitted_tokens)
+    torch.testing.assert_close(found["emitted_logprobs"], expected.emitted_logprobs)
