@@ -318,6 +318,31 @@ def test_leaving_a_stream_ends_its_request() -> None:
         executor.open()
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_so_many_requests_are_given_to_the_engine_and_no_more(num_samples: int) -> None:
+    """A list of any length keeps the places busy, and not the engine's memory."""
+    executor = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE)
+    most = 4  # for each place
+    with make_generator(executor) as generator:
+        prompts, sampling = [[i] for i in range(10)], SamplingParams(max_new_tokens=3, n=num_samples)
+        thread = threading.Thread(target=generator.generate, args=(prompts, sampling))
+        thread.start()
+        deadline_s = time.monotonic() + WAIT_S
+        while _num_given(generator) < most and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        num_given = _num_given(generator)
+        executor.open()
+        thread.join(WAIT_S)
+        assert num_given == most
+        assert generator.statistics.num_requests == 10 * num_samples
+
+
+def _num_given(generator: Generator) -> int:
+    statistics = generator.statistics
+    return statistics.num_waiting_now + statistics.num_running_now
+
+
 def test_streams_can_be_read_asynchronously_side_by_side(generator: Generator, executor: FakeExecutor) -> None:
     async def read(prompt: list[int]) -> list[int]:
         return [token async for chunk in generator.submit(prompt, GREEDY) for token in chunk.token_ids]

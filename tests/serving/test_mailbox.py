@@ -10,3 +10,11 @@ def test_nobody_waits_for_a_request_that_has_ended() -> None:
     mailbox.take()
     assert not mailbox.add_waiter(lambda: None)
     assert mailbox.wait(timeout_s=60)
+
+
+def test_a_request_is_resumed_once_for_each_pause() -> None:
+    mailbox, token = Mailbox(arrived_s=0.0, max_pending_tokens=2), TokenEvent(request_id="r", token_ids=(1,))
+    for _ in range(2):
+        assert [mailbox.put(token, 1.0), mailbox.put(token, 2.0)] == [False, True]
+        assert mailbox.take() == ([(token, 1.0), (token, 2.0)], True)
+        assert mailbox.take() == ([], False)

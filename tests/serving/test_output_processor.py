@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,19 @@ def test_a_stop_string_cuts_text_and_tokens_and_may_lie_across_steps(codec: Text
     assert list(output.token_ids) == token_ids[:num_kept]
     assert len(output.logprobs) == num_kept
     assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 3, 100])
+def test_times_are_those_of_the_engine_however_late_the_events_are_read(codec: TextCodec, num_together: int) -> None:
+    token_ids = codec.encode("one two three four")
+    events = [(TokenEvent(request_id="r", token_ids=(token,)), 11.0 + i) for i, token in enumerate(token_ids)]
+    output_processor = OutputProcessor(make_request("r", stop=("wo thr",)), codec.detokenizer(), arrived_s=10.0)
+    for start in range(0, len(events), num_together):
+        output_processor.read(events[start : start + num_together])
+    last = output_processor.read([(END, 40.0)])
+    assert last is not None and last.output is not None and 1 < len(last.output.token_ids) < len(token_ids)
+    assert last.output.time_to_first_token_s == 1.0
+    assert last.output.total_s == len(last.output.token_ids)  # its last token came so long after the request
 
 
 def test_a_stop_string_cuts_the_likely_tokens_with_the_tokens(codec: TextCodec) -> None:
