@@ -14,7 +14,7 @@ pytest.importorskip("dynamo.common.backend", reason="needs the extra 'serve'")
 
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
-from dflash_trt.core.request import GenerationOutput, RequestStatistics, SamplingParams
+from dflash_trt.core.request import GenerationOutput, RequestStatistics, SamplingParams, TokenEvent
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.servers.dynamo import contract, service
@@ -256,6 +256,64 @@ def test_the_last_chunk_has_usage_and_prompt_and_speculation() -> None:
             "prompt_logprobs": [None, {"4": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.25, "rank": 1}}]
         },
     }
+
+
+def test_speculation_is_told_step_by_step_as_in_sum() -> None:
+    verified = [(0, 0), (2, 1), (1, 1), (2, 0), (0, 0), (2, 2)]  # candidates and accepted
+    steps = tuple(TokenEvent("r", (1,), (), 0, candidates, accepted) for candidates, accepted in verified)
+    counts = {"num_verify_steps": 4, "num_draft_tokens": 7, "num_accepted_tokens": 4, "num_emitted_by_verify": 8}
+    answer = response(last_chunk(steps=steps, **counts), max_draft_len=2, has_logprobs=False)
+    assert answer["engine_data"]["metrics"]["speculative_decoding"] == {
+        "num_spec_tokens": 2,
+        "num_spec_steps": 4,
+        "num_draft_tokens": 7,
+        "num_accepted_draft_tokens": 4,
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 4 / 7,
+        "acceptance_histogram": [1, 2, 1],
+        "per_step_accepted": [1, 1, 0, 2],
+        "per_step_drafted": [2, 1, 2, 2],
+    }
+
+
+class Blocks:
+    """A publisher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, tuple[int | None, str | None]] = {}
+
+    def publish_stored(self, token_ids, num_block_tokens, block_hashes, parent_hash=None, *, cache_salt=None) -> None:
+        self.stored |= dict.fromkeys(block_hashes, (parent_hash, cache_salt))
+
+    def publish_removed(self, block_hashes: list[int]) -> None:
+        for block_hash in block_hashes:
+            del self.stored[block_hash]
+
+
+def published(pages: list[tuple[int, int | None, tuple[int, ...], str]], removed: int | None = None) -> Blocks:
+    blocks, events = Blocks(), PrefixEvents()
+    events.publish_to(blocks)
+    for page in pages:
+        events.stored(*page)
+    if removed is not None:
+        events.removed(removed)
+    events.start(lambda: None)
+    events.close()
+    return blocks
+
+
+def test_blocks_are_the_same_on_every_replica_and_apart_by_salt_parent_and_tokens() -> None:
+    """Whatever pages they are in: the router compares the hashes of all replicas."""
+    pages: list[tuple[int, int | None, tuple[int, ...], str]] = [
+        (parent + child, parent if child else None, tokens, salt)
+        for parent, salt in ((0, ""), (10, "a"), (20, "b"))
+        for child, tokens in ((0, (1, 2)), (1, (1, 2)), (2, (3, 4)))
+    ]
+    blocks = published(pages)
+    assert len(blocks.stored) == 9
+    moved = [(page + 50, None if parent is None else parent + 50, tokens, salt) for page, parent, tokens, salt in pages]
+    assert published(moved).stored == blocks.stored
+    assert blocks.stored.items() - published(pages, removed=22).stored.items() == {[*blocks.stored.items()][-1]}
 
 
 def test_what_was_not_asked_for_is_not_told() -> None:
