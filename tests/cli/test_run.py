@@ -1,11 +1,14 @@
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_trt.cli.result_files import trace_lines
+from dflash_trt.cli.open_engine import open_engine
+from dflash_trt.cli.prompts import Job
+from dflash_trt.cli.result_files import output_rows, trace_lines
 from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent
 from dflash_trt.serving.llm import LLM
 from tests.factories import END_OF_TEXT_ID, make_target
@@ -119,6 +122,37 @@ def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_pat
     assert [row["token_ids"] for row in printed] == [row["token_ids"] for row in rows]
     summary = json.loads(invoke(*words, "--json", "--overwrite").stdout)
     assert summary.keys() == {"summary", "settings", "kv_pages", "chat_template_options"}
+
+
+def test_a_number_of_a_row_is_that_of_the_output_by_its_name() -> None:
+    fields = {name: 101 + i for i, name in enumerate(GenerationOutput.__dataclass_fields__) if name.startswith("num_")}
+    output = GenerationOutput(
+        request_id="r",
+        text="x",
+        token_ids=(1, 2, 3),
+        logprobs=(),
+        finish_reason="stop",
+        time_to_first_token_s=0.25,
+        total_s=1.5,
+        **fields,
+    )
+    [row] = output_rows(Job(row_id=7, prompt="x", sampling=SamplingParams()), output)
+    own = {"id": 7, "token_ids": [1, 2, 3], "num_output_tokens": 3}
+    assert row == {name: getattr(output, name) for name in row.keys() - own.keys()} | own
+
+
+def test_loading_is_no_part_of_the_time_of_a_run(engine_dir, invoke, monkeypatch) -> None:
+    opened = open_engine
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(1.0)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr("dflash_trt.cli.run.open_engine", slow)
+    started = time.monotonic()
+    summary = json.loads(invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--json").stdout)["summary"]
+    assert summary["load_time_s"] >= 1.0
+    assert summary["load_time_s"] + summary["wall_time_s"] <= time.monotonic() - started
 
 
 def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:

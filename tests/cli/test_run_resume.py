@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,13 @@ from click.testing import CliRunner
 
 from dflash_trt.cli.main import cli
 from dflash_trt.cli.partial_results import PartialResults, partial_results
+from dflash_trt.cli.prompts import InputRow, Job
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.request import FinishReason, GenerationOutput, SamplingParams
 from dflash_trt.core.step_plan import StepPlan
+from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.samples import joined_output
 
 DFLASH_TRT = [sys.executable, "-m", "dflash_trt.cli.main"]
 SAMPLED = ["--temperature", "1", "--seed", "3", "--ignore-eos"]
@@ -176,6 +183,41 @@ def test_other_settings_and_other_rows_are_refused_by_name(case: Case, interrupt
     case.write()
     assert "of 7 rows have a result" in case.run("--resume").stderr
     assert len(case.results()) == 7
+
+
+def _kept(path: Path, rows: list[InputRow], outputs: dict[int, GenerationOutput]) -> None:
+    partial = PartialResults(path, rows, {}, resumes=False)
+    for index, output in outputs.items():
+        partial.add(index, output, has_trace=False)
+    partial.close()
+
+
+def _output(*reasons: FinishReason) -> GenerationOutput:
+    """Of a prompt with a sample for each reason."""
+    samples = [replace(output_without_tokens("r", reason, text="x"), num_prompt_tokens=3) for reason in reasons]
+    return joined_output(samples)
+
+
+@pytest.mark.parametrize("num_changed", [1, 3, 4, 9])
+def test_rows_that_changed_are_named_or_counted(tmp_path: Path, num_changed: int) -> None:
+    rows: list[InputRow] = [Job(row_id=i, prompt="x", sampling=SamplingParams()) for i in range(10)]
+    _kept(tmp_path / "p", rows, {i: _output("stop") for i in range(10)})
+    changed = [replace(row, prompt="y") if i < num_changed else row for i, row in enumerate(rows)]
+    with pytest.raises(ConfigError, match="another input at rows") as error:
+        PartialResults(tmp_path / "p", changed, {}, resumes=True)
+    named = {1: "rows 1.", 3: "rows 1, 2, 3.", 4: "rows 1, 2, 3 and 1 more.", 9: "rows 1, 2, 3 and 6 more."}
+    assert named[num_changed] in str(error.value)
+
+
+def test_a_row_is_finished_when_all_of_its_samples_are(tmp_path: Path) -> None:
+    reasons: tuple[FinishReason, ...] = ("stop", "length", "error", "cancelled")
+    rows: list[InputRow] = [Job(row_id=1, prompt="x", sampling=SamplingParams(n=2))]
+    for number, pair in enumerate(product(reasons, repeat=2)):
+        path = tmp_path / str(number)
+        _kept(path, rows, {0: _output(*pair)})
+        again = PartialResults(path, rows, {}, resumes=True)
+        assert (0 in again.finished) == (set(pair) <= {"stop", "length"}), pair
+        again.close()
 
 
 def test_another_engine_is_refused_and_a_rebuilt_one_is_not(
