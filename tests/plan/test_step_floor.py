@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import GPUS, gpu_of
 from dflash_trt.plan.planning import EnginePlan, plan_engine
+from dflash_trt.plan.remedies import _more_ranks
 from dflash_trt.plan.step_floor import Step, chosen_fraction
+from dflash_trt.plan.step_work import EngineWork
 
 H, FFN, V, LAYERS = 4096, 12288, 151936, 36  # Qwen3-8B
 KV_BYTES, DRAFT_KV_BYTES = LAYERS * 2 * 1024 * 2, 5 * 2 * 1024 * 2  # per token
@@ -115,6 +119,24 @@ def test_ranks_divide_the_bytes_and_exchange_the_sums(pair: PairSpecs) -> None:
     sums, logits = 2 * 2 * (LAYERS + 5) * 16 * H, (16 + 15) * V
     assert four.exchange_bytes == round((sums + logits) * 3 / 4) * 2
     assert four.exchange_s == pytest.approx(four.exchange_bytes / 450e9)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("num_draft_tokens", [0, 15])
+def test_ranks_wait_for_each_other_twice_a_layer_and_for_the_logits_of_each_model(
+    pair: PairSpecs, tp_size: int, num_draft_tokens: int
+) -> None:
+    work = EngineWork(planned(pair, tp_size=tp_size).pretrained_config, has_drafter=True)
+    rows = ComputedRows(num_tokens=np.array([16]), context_lens=np.array([100]), num_draft_tokens=num_draft_tokens)
+    num_models, num_layers = (2, LAYERS + 5) if num_draft_tokens else (1, LAYERS)
+    assert work.of(rows).num_exchanges == (2 * num_layers + num_models if tp_size > 1 else 0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_remedy_of_ranks_has_more_of_them(tp_size: int) -> None:
+    config = BuildConfig(target="t", tp_size=tp_size)
+    found = [changed.tp_size for _, changed in _more_ranks(config)]
+    assert found and min(found) > tp_size and len(set(found)) < len(found)  # with whole experts on a rank, too
 
 
 def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) -> None:
