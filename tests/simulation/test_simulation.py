@@ -1,6 +1,7 @@
 """Simulated loads: times are sums of the steps' times, acceptance is what was given, and nothing is lost."""
 
 import json
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -89,7 +90,8 @@ def test_drafts_are_accepted_as_often_as_given() -> None:
 def test_each_position_is_accepted_with_its_own_fraction_and_after_those_before_it() -> None:
     drawn = GIVEN.draw(np.random.default_rng(0), np.full(20000, 3))
     assert [(drawn > i).mean() for i in range(3)] == pytest.approx(GIVEN.fractions, abs=0.01)
-    assert GIVEN.draw(np.random.default_rng(0), np.array([0, 1, 2])).tolist() <= [0, 1, 2]
+    num_candidates = np.arange(4).repeat(50)
+    assert (GIVEN.draw(np.random.default_rng(0), num_candidates) <= num_candidates).all()
 
 
 def test_arrivals_do_not_wait_for_answers_and_count_from_when_they_came() -> None:
@@ -101,13 +103,55 @@ def test_arrivals_do_not_wait_for_answers_and_count_from_when_they_came() -> Non
     assert crowded.time_to_first_token_p99_s > 3 * alone.time_to_first_token_p50_s
 
 
+def test_the_last_answer_ends_the_load_its_time_counted_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arrival is seen when the step that runs has ended; its times count from before."""
+    monkeypatch.setattr("dflash_trt.simulation.sweep.result_of", lambda outputs, duration_s: (outputs, duration_s))
+    for rate in (50.0, 2000.0, 50000.0):
+        (outputs, duration_s), _ = run(PLAIN, load(*[(200, 5)] * 12, concurrency=None, rate=rate))
+        dice, arrivals = random.Random(0), [0.0]
+        while len(arrivals) < 12:
+            arrivals.append(arrivals[-1] + dice.expovariate(rate))
+        ends = [arrivals[int(output.request_id)] + output.total_s for output in outputs]
+        firsts = [arrivals[int(output.request_id)] + output.time_to_first_token_s for output in outputs]
+        assert max(ends) == pytest.approx(duration_s)
+        assert ends == pytest.approx(sorted(ends)), "outputs come as they end"
+        # Four tokens follow the first, each in a step of its own.
+        assert min(end - first for end, first in zip(ends, firsts, strict=True)) >= 4 * step_s(1, 200) * (1 - 1e-9)
+    (outputs, _), _ = run(PLAIN, load((200, 5), (200, 5), concurrency=None, rate=50000.0))
+    arrival_s = random.Random(0).expovariate(50000.0)
+    assert 0 < arrival_s < step_s(200, 0), "the second comes while the first's prompt is computed"
+    both = ComputedRows(num_tokens=np.array([1, 200]), context_lens=np.array([200, 0]), num_draft_tokens=0)
+    second_s = StepClock(H200, COSTS).time(EngineWork(PLAIN.pretrained_config, has_drafter=False).of(both)).total_s
+    first, second = sorted(outputs, key=lambda output: int(output.request_id))
+    assert first.time_to_first_token_s == pytest.approx(step_s(200, 0))
+    assert second.time_to_first_token_s == pytest.approx(step_s(200, 0) + second_s - arrival_s)
+
+
 def test_few_pages_preempt_requests_and_lose_none() -> None:
     tight = replace(DRAFTED, num_pages=32)
     result, _ = run(tight, load(*[(100, 100)] * 10, concurrency=8))
     assert result.num_requests == 10 and result.num_output_tokens == 1000
     assert result.duration_s > run(DRAFTED, load(*[(100, 100)] * 10, concurrency=8))[0].duration_s
-    with pytest.raises(CapacityError, match="requests of at most 512 tokens, found 600"):
-        run(tight, load((500, 100)))
+    for num_pages in (32, 400):  # as the pages or max_seq_len say
+        with pytest.raises(CapacityError, match="requests of at most 512 tokens, found 600"):
+            run(replace(PLAIN, num_pages=num_pages), load((500, 100)))
+    with pytest.raises(CapacityError, match="requests of at most 320 tokens, found 321"):
+        run(replace(PLAIN, num_pages=20), load((221, 100)))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_replicas_share_the_arrivals_of_the_same_time(num_replicas: int) -> None:
+    workload = Workload(
+        concurrencies=(),
+        request_rates_per_s=(10.0, 40.0),
+        lengths=Lengths(num_prompt_tokens=30, num_output_tokens=20),
+        spread_fraction=0.5,
+        requests_per_client=2,
+        duration_s=3.0,
+    )
+    loads = workload.loads(num_replicas)
+    assert [item.request_rate_per_s for item in loads] == [10.0 / num_replicas, 40.0 / num_replicas]
+    assert [len(item.requests) * num_replicas for item in loads] == [30, 120]
 
 
 def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
