@@ -302,6 +302,37 @@ def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
     assert sum(num_changes(0.06, seed) for seed in range(4)) < 0.9 * sum(num_changes(0.0, seed) for seed in range(4))
 
 
+def test_k_changes_again_soon_only_for_more_than_a_change_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, speeds = AdaptiveDraftLength(4, lengths=(1, 2, 4)), {1: 1.0, 2: 2.0, 4: 1.0}
+    monkeypatch.setattr(policy, "tokens_per_second", lambda num_decoding, length: speeds[length])
+
+    def num_steps_until(length: int) -> int:
+        return next(number for number in range(1, 200) if policy.choose(8) == length)
+
+    num_steps_until(2)
+    assert [policy.choose(8) for _ in range(50)] == [2] * 50
+    for best, other in ((4, 2), (2, 4), (4, 2)):
+        speeds |= {best: 1.1, other: 1.0}
+        assert num_steps_until(best) <= 8, "a tenth is enough for the first change in a while"
+        speeds |= {best: 1.0, other: 1.1}
+        assert 16 <= num_steps_until(other) <= 32, "but not for one back soon after"
+        speeds |= {best: 1.4, other: 1.0}
+        assert num_steps_until(best) <= 8, "for which a lot is"
+        assert [policy.choose(8) for _ in range(50)] == [best] * 50
+
+
+def test_a_single_fast_step_bounds_no_other_length() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.add(4, 2, 0.010, num_prefill_tokens=0, is_steady=True)
+        costs.add(8, 2, 0.012, num_prefill_tokens=0, is_steady=True)
+        costs.add(8, 6, 0.012, num_prefill_tokens=0, is_steady=True)
+    before = costs.estimate(4, 4)
+    costs.add(4, 6, 0.001, num_prefill_tokens=0, is_steady=True)
+    after = costs.estimate(4, 4)
+    assert before is not None and after is not None and after > 0.5 * before
+
+
 def test_lengths_beyond_the_engine_are_refused() -> None:
     with pytest.raises(ConfigError, match="numbers from 0 to 7"):
         AdaptiveDraftLength(7, lengths=[0, 8])

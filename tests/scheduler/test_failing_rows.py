@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch
-from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
+from dflash_trt.executor.fake import FakeExecutor, always_right, always_wrong, right_with_probability
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -82,6 +82,21 @@ def test_logits_behind_the_end_of_a_request_do_not_matter(ending: dict[str, int]
     driver.add(request)
     driver.run()
     assert driver.finish_reasons == {"bad": reason}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("draft_rule", [always_wrong, MOSTLY_RIGHT, always_right])
+def test_a_request_of_any_length_ends_by_it_or_by_the_logits_whichever_comes_first(
+    draft_rule: Any, ahead: bool
+) -> None:
+    """A step that is planned ahead may verify more than the request has left."""
+    for max_new_tokens in range(1, 14):
+        driver = overflowing_driver(draft_rule)
+        request = make_request("bad", (7, 8, 1), max_new_tokens=max_new_tokens)
+        driver.add(request)
+        driver.run(ahead=ahead)
+        assert driver.finish_reasons == {"bad": "length" if max_new_tokens <= 7 else "error"}
+        assert driver.tokens["bad"] == expected_tokens(driver.executor, request)[:7]
 
 
 def test_a_block_without_a_bonus_is_in_no_count_of_acceptance() -> None:
