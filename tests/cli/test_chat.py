@@ -1,11 +1,19 @@
 """`dflash-trt run` with conversations, over an engine that has a chat template."""
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dflash_trt.cli.conversation import _Conversation
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.serving.generation_batch import output_without_tokens
+from dflash_trt.serving.stream_chunk import StreamChunk
 from dflash_trt.serving.text import TextCodec
 from tests.factories import edit_json, make_target
 from tests.serving.tokenizers import CHAT_TEMPLATE
@@ -63,3 +71,55 @@ def test_rows_that_no_engine_could_hold_fail_alone_and_at_once(chat_engine, invo
     assert [row["finish_reason"] for row in written] == ["length", "error", "error", "length"]
     assert "bytes, as more text does not fit into max_seq_len tokens, found 12000000" in written[1]["error"]
     assert "bytes of messages as JSON, found 12000" in written[2]["error"]
+
+
+class Scripted:
+    """Answers messages in turn: with a text, or with an error. `asked` are the prompts."""
+
+    def __init__(self, *answers: GenerationOutput) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._answers = iter(answers)
+
+    def submit(self, prompt: dict[str, Any], sampling: SamplingParams) -> Any:
+        self.asked.append(prompt)
+        answer = next(self._answers)
+        return nullcontext(ScriptedStream(answer))
+
+
+class ScriptedStream:
+    def __init__(self, answer: GenerationOutput) -> None:
+        self.result = lambda: answer
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        yield StreamChunk(text=self.result().text, token_ids=())
+
+
+def _answer(text: str, *, seconds: float = 1.0, error: str | None = None) -> GenerationOutput:
+    output = output_without_tokens("r", "stop" if error is None else "error", text=text, error=error)
+    return replace(output, total_s=seconds, token_ids=(1, 2))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation_sends_its_system_message_then_all_turns_and_then_the_new_one(system, capsys) -> None:
+    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={"shout": True}, system=system)
+    conversation = _Conversation(options)
+    llm: Any = Scripted(
+        _answer("A"), _answer("lost", error="too long"), _answer("B", seconds=2.5), _answer("C", seconds=4.0)
+    )
+    for text in ("a", "fails", "b"):
+        conversation.answer(llm, text)
+    conversation.reset()
+    conversation.answer(llm, "c")
+    first = [] if system is None else [("system", system)]
+    turns = [("user", "a"), ("assistant", "A")]
+    assert [[(each["role"], each["content"]) for each in prompt["messages"]] for prompt in llm.asked] == [
+        [*first, ("user", "a")],
+        [*first, *turns, ("user", "fails")],
+        [*first, *turns, ("user", "b")],
+        [*first, ("user", "c")],
+    ]
+    assert all(prompt["chat_template_kwargs"] == {"shout": True} for prompt in llm.asked)
+    capsys.readouterr()
+    conversation.print_summary(load_time_s=0.5, max_draft_tokens=0)
+    said = capsys.readouterr().err
+    assert "4 requests (1 failed)" in said and "8 output tokens in 8.50 s" in said and "loaded in 0.50 s" in said

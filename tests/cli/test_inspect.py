@@ -4,6 +4,7 @@ import math
 import pytest
 from safetensors.torch import load_file
 
+from dflash_trt.cli.inspect import models_table
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_speculators_drafter, make_target
 
@@ -51,6 +52,16 @@ def test_text_says_what_a_person_asks(engine_dir, invoke) -> None:
         "built by: dflash-trt build",
     ):
         assert words in result.stdout
+
+
+def test_every_rope_of_a_model_is_named_once(engine_dir, invoke) -> None:
+    report = json.loads(invoke("inspect", engine_dir, "--json").stdout)
+    report["target"]["layers"][-1]["mixer"]["rope"] |= {"theta": 777.0}
+    names, target, drafter = (list(column.cells) for column in models_table(report).columns)
+    row = names.index("rope")
+    theta = report["target"]["layers"][0]["mixer"]["rope"]["theta"]
+    assert target[row] == f"none, theta {theta:g}, none, theta 777"
+    assert drafter[row].count("theta") == 1
 
 
 def test_an_engine_that_has_no_room_here_is_described_and_says_so(engine_dir, invoke, monkeypatch) -> None:
