@@ -347,3 +347,24 @@ def test_without_a_front_end_the_status_is_503() -> None:
             return statuses
 
     assert asyncio.run(run()) == [503, 503, 503]
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 4])
+def test_places_of_all_samples_are_free_again_however_a_request_ends(num_samples: int) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=500)
+
+    async def run() -> list[int]:
+        front = web.Application()
+        front.router.add_route("*", "/{path:.*}", broken)
+        async with TestServer(front) as server:
+            app = make_app(Gateway(settings(str(server.make_url("")).rstrip("/")), limit=4))
+            async with TestServer(app) as door, ClientSession() as session:
+                statuses = []
+                for n in (num_samples,) * 4 + (5, 4):
+                    body = {"model": "demo", "prompt": "x", "n": n}
+                    async with session.post(door.make_url("/v1/completions"), json=body) as answer:
+                        statuses.append(answer.status)
+                return statuses
+
+    assert asyncio.run(run()) == [500] * 4 + [503, 500]
