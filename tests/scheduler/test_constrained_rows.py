@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
+from dflash_trt.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 from tests.scheduler.toy_constraint import ToyConstraint
 
@@ -48,6 +50,31 @@ def test_the_tokens_are_those_of_one_token_at_a_time(is_ahead, num_draft_tokens)
     for request in requests:
         assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
     assert driver.finish_reasons == {"r0": "stop", "r1": "length", "r2": "stop", "r3": "stop"}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 1), (1, 5), (5, 0, 2), (4, 3, 2, 1)])
+def test_the_tokens_are_those_of_one_token_at_a_time_whatever_k_is_next(lengths: tuple[int, ...], is_ahead) -> None:
+    """Of more drafts than the next step verifies, no row of another request is masked."""
+    turns, limits = itertools.cycle(lengths), make_limits()
+    policy = SimpleNamespace(choose=lambda num_decoding: next(turns), observe=lambda step: None)
+    executor = FakeExecutor(limits, vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(0.7))
+    scheduler = Scheduler(limits, policy=policy)
+    driver = Driver(scheduler, executor)
+    requests = [
+        make_request(f"r{i}", [i, 7], max_new_tokens=40, seed=i, constraint=constraint)
+        for i, constraint in enumerate([CONSTRAINT, replace(CONSTRAINT, one_in=3), None])
+    ]
+    for request in requests:
+        driver.add(request)
+    for turn in range(12):  # their prompts are computed again, with drafts left from before
+        (driver.step_ahead if is_ahead else driver.step)()
+        for request in requests[: turn % 4]:
+            scheduler.pause(request.request_id)
+            scheduler.resume(request.request_id)
+    driver.run(ahead=is_ahead)
+    for request in requests:
+        assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
 
 
 def test_free_requests_are_chained_while_a_constrained_one_waits_for_its_tokens() -> None:

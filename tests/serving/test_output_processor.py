@@ -124,24 +124,25 @@ def test_counts_and_times_are_filled_in() -> None:
     output_processor.read([(TokenEvent(request_id="r", token_ids=(5,)), 12.0)])
     event = TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2)
     last = TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3)
-    chunk = output_processor.read([(event, 13.0), (last, 15.0)])
+    refused = TokenEvent(request_id="r", token_ids=(10,), num_candidates=2, num_accepted=0)
+    chunk = output_processor.read([(event, 13.0), (last, 15.0), (refused, 15.5)])
     assert chunk is not None
-    assert (chunk.token_ids, chunk.num_draft_tokens, chunk.num_accepted_tokens) == ((6, 7, 8, 9), 7, 5)
+    assert (chunk.token_ids, chunk.num_draft_tokens, chunk.num_accepted_tokens) == ((6, 7, 8, 9, 10), 9, 5)
     statistics = RequestStatistics(queue_time_s=0.5, num_prefix_hit_tokens=2, num_preemptions=1)
     output_processor.read([(END._replace(statistics=statistics), 16.0)])
     output = output_processor.output
     assert output is not None
     assert output.text is None
-    assert output.token_ids == (5, 6, 7, 8, 9)
+    assert output.token_ids == (5, 6, 7, 8, 9, 10)
     assert output.num_prompt_tokens == 4
-    assert output.num_verify_steps == 2
-    assert output.num_draft_tokens == 7
+    assert output.num_verify_steps == 3
+    assert output.num_draft_tokens == 9
     assert output.num_accepted_tokens == 5
-    assert output.num_emitted_by_verify == 7, "the step's own count, though one of its steps was cut"
-    assert output.acceptance_length == 3.5
+    assert output.num_emitted_by_verify == 8, "the step's own count, though one of its steps was cut"
+    assert output.acceptance_length == 8 / 3
     assert output.time_to_first_token_s == 2.0
     assert output.total_s == 6.0
-    assert output.inter_token_latency_s == 1.0
+    assert output.inter_token_latency_s == 0.8
     assert output.statistics == statistics
 
 
