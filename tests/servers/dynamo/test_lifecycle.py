@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -17,7 +18,7 @@ import pytest
 
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.servers.dynamo.state_directory import state_directory
-from dflash_trt.servers.dynamo.supervisor import _Child
+from dflash_trt.servers.dynamo.supervisor import ServiceError, Supervisor, _Child
 from dflash_trt.serving.llm import LLM
 from tests.servers.dynamo.serving import Server, listening, serving
 
@@ -189,3 +190,19 @@ def test_a_process_writes_to_the_log_file_of_its_service(tmp_path: Path, capfd: 
     child.wait(time.monotonic())
     assert "Traceback" in (tmp_path / "log").read_text()
     assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_served_is_started_again_at_once_and_one_that_never_does_is_given_up() -> None:
+    service: Any = SimpleNamespace(log_file=None)
+    supervisor, child = Supervisor(service, lambda line: None), _Child(name="replica 0", task=None, environment={})
+    supervisor._is_up = True
+    for has_served in (True, False, True, False, True, True, True, True, True):
+        child.has_served = has_served
+        supervisor._lost(child, 1, 100.0)
+        assert child.due_s == (100.0 if has_served else 101.0)
+    child.has_served, pauses = False, []
+    with pytest.raises(ServiceError, match="in a row without serving"):
+        while len(pauses) < 100:
+            supervisor._lost(child, 1, 100.0)
+            pauses.append(child.due_s - 100.0)
+    assert pauses[:2] == [1.0, 3.0] and pauses == sorted(pauses)
