@@ -69,3 +69,10 @@ def test_a_run_without_any_token_has_no_times() -> None:
     assert summary.time_to_first_token_s is None
     assert summary.acceptance_length is None
     assert summary_lines(summary)[0].startswith("2 requests (2 failed): 0 prompt and 0 output tokens")
+
+
+def test_times_are_over_requests_in_any_order() -> None:
+    times = (0.3, 0.9, 0.2)
+    found = _summary(*(_output((0, 0), num_tokens=1, first_s=time_s) for time_s in times)).time_to_first_token_s
+    assert found is not None
+    assert (found.median, found.max, found.mean) == (0.3, 0.9, pytest.approx(1.4 / 3))

@@ -146,3 +146,17 @@ def test_dropping_idle_prefixes_leaves_those_in_use() -> None:
     assert matched(store, [5, 6, 0]) == []
     assert matched(store, [1, 2, 0]) == used
     store.check_integrity([used])
+
+
+def test_idle_pages_of_a_prefix_are_those_that_holding_it_takes_from_the_available_ones() -> None:
+    store, nodes = PageStore(8, 4), []
+    page_ids = store.allocate(3)
+    for index, page_id in enumerate(page_ids):
+        nodes.append(store.keep(nodes[-1] if nodes else None, range(4 * index, 4 * index + 4), page_id, salt=""))
+    for num_idle in range(4):
+        assert store.num_idle_among(nodes) == num_idle
+        before = store.num_available
+        held = store.hold(nodes)
+        assert before - store.num_available == num_idle
+        store.release(held)
+        store.release(page_ids[2 - num_idle : 3 - num_idle])
