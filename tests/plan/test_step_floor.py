@@ -154,6 +154,11 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
     a_pass = 4096 * 2 * H + context_kv + H * 4096 + 3 * FFN * H + 3 * H + 32000 * H
     assert floor.weights_bytes == 2 * (TARGET_WEIGHTS + 3 * H * H + H + context_kv + 5 * a_pass)
     assert floor.kv_bytes == KV_BYTES * (8192 + 6) + 2 * 1024 * 2 * (5 * 8192 + 6) + 2 * H * (6 + 1)
+    target = plan.floor(Step(num_requests=1, context_len=8192, num_draft_tokens=5), has_drafter=False)
+    of_tokens = 6 * (3 * H * H + context_kv)
+    of_pass = 3 * (4096 * 2 * H + context_kv + H * 4096) + 3 * FFN * H + 32000 * H  # 1 to 5 slots, and the last of them
+    scores = 4 * 4096 * (5 * 3) * (8192 + 6)
+    assert floor.flops - target.flops == pytest.approx(2 * (of_tokens + 5 * of_pass) + scores)
 
 
 def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:
