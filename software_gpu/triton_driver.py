@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,8 +151,24 @@ def _packed(values: Sequence[Any], places: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _allocations(values: Sequence[Any]) -> list[tuple[int, int]]:
-    """What a launch may touch; none, which is everything, where a tensor may hold addresses that nobody names."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    if any(isinstance(value, torch.Tensor) and value.dtype == torch.int64 for value in values):
-        return []
-    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    """What a launch may touch: its tensors, and all of this process's memory where one of them holds addresses."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    allowed = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    numbers = [tensor for tensor in tensors if tensor.dtype == torch.int64 and tensor.numel()]
+    if not numbers:
+        return allowed
+    mapped = _mapped_memory()
+    begins, ends = torch.tensor(mapped).T.contiguous()
+    for tensor in numbers:
+        found = torch.searchsorted(begins, tensor.flatten(), right=True) - 1
+        if ((found >= 0) & (tensor.flatten() < ends[found])).any():
+            return mapped
+    return allowed
+
+
+def _mapped_memory() -> list[tuple[int, int]]:
+    """Ranges that this process may write, in rising order; see proc_pid_maps(5)."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [line[0].split("-") for line in lines if line[1].startswith("rw")]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges if int(end, 16) < 2**63]

@@ -11,9 +11,20 @@ namespace {
 
 constexpr auto kSame = [](auto a) { return a; };
 
+template <class T>
+constexpr auto kLow = [](uint64_t a) { return static_cast<T>(a); };
+
 template <class R>
-Handler from_integer(Type type) {
+Handler from_integer(Type type, bool is_in_64_bits) {
     const bool is_signed = type.kind == 's';
+    if (is_in_64_bits) {
+        switch (type.bits) {
+            case 8: return is_signed ? map<R, kLow<int8_t>, uint64_t> : map<R, kLow<uint8_t>, uint64_t>;
+            case 16: return is_signed ? map<R, kLow<int16_t>, uint64_t> : map<R, kLow<uint16_t>, uint64_t>;
+            case 32: return is_signed ? map<R, kLow<int32_t>, uint64_t> : map<R, kLow<uint32_t>, uint64_t>;
+            default: return is_signed ? map<R, kSame, int64_t> : map<R, kSame, uint64_t>;
+        }
+    }
     switch (type.bits) {
         case 8: return is_signed ? map<R, kSame, int8_t> : map<R, kSame, uint8_t>;
         case 16: return is_signed ? map<R, kSame, int16_t> : map<R, kSame, uint16_t>;
@@ -197,15 +208,17 @@ void decode_cvt(Decoder& decoder) {
     if (to.num_packed == 2 || from.num_packed == 2) decoder.refuse();
     Instruction& instruction = decoder.instruction();
     decoder.to(0, to.bits);
+    decoder.allow_wider_registers();
     decoder.from(1, from.bits);
+    const bool is_in_64_bits = instruction.from[0].num_words == 2;
     if (!is_float(to) && !is_float(from)) {
         if (decoder.has("sat")) decoder.refuse();
         const bool is_signed = to.kind == 's';
         switch (to.bits) {
-            case 8: instruction.run = from_integer<uint8_t>(from); break;
-            case 16: instruction.run = is_signed ? from_integer<int16_t>(from) : from_integer<uint16_t>(from); break;
-            case 32: instruction.run = is_signed ? from_integer<int32_t>(from) : from_integer<uint32_t>(from); break;
-            default: instruction.run = is_signed ? from_integer<int64_t>(from) : from_integer<uint64_t>(from);
+            case 8: instruction.run = from_integer<uint8_t>(from, is_in_64_bits); break;
+            case 16: instruction.run = is_signed ? from_integer<int16_t>(from, is_in_64_bits) : from_integer<uint16_t>(from, is_in_64_bits); break;
+            case 32: instruction.run = is_signed ? from_integer<int32_t>(from, is_in_64_bits) : from_integer<uint32_t>(from, is_in_64_bits); break;
+            default: instruction.run = is_signed ? from_integer<int64_t>(from, is_in_64_bits) : from_integer<uint64_t>(from, is_in_64_bits);
         }
         // A register wider than the type holds it extended.
         if (to.bits == 8 && to.kind == 's') decoder.refuse();

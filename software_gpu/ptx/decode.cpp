@@ -63,6 +63,7 @@ std::unique_ptr<Kernel> Decoder::decode() {
         statement_ = &statement;
         instruction_ = Instruction();
         instruction_.statement = &statement;
+        allows_wider_ = false;
         const auto found = table().find(statement.opcode[0]);
         if (found == table().end()) refuse();
         if (!statement.guard.empty()) {
@@ -86,7 +87,23 @@ std::unique_ptr<Kernel> Decoder::decode() {
             if (!use.is_predicate) is_written[use.index] = true;
     for (const auto& [name, use] : registers_)
         if (!use.is_predicate && !is_written[use.index] && !is_special(name)) kernel_->undefined.push_back(use);
+    for (Instruction& instruction : kernel_->instructions) find_places(instruction);
     return std::move(kernel_);
+}
+
+// Of arguments and results, in Warp::defined.
+void Decoder::find_places(Instruction& instruction) const {
+    const auto add = [&](std::vector<uint32_t>& places, const Use& use) {
+        if (use.is_constant) return;
+        const uint32_t first = use.index + (use.is_predicate ? kernel_->num_words : 0);
+        for (uint32_t i = 0; i < use.num_words; ++i) places.push_back(first + i);
+    };
+    const Needs needs = instruction.needs;
+    for (size_t i = 0; i < instruction.from.size(); ++i) {
+        const bool is_needed = needs == Needs::kAll || (i == 0 ? needs == Needs::kFirst : needs == Needs::kAllButFirst);
+        add(is_needed ? instruction.needed : instruction.read, instruction.from[i]);
+    }
+    for (const Use& use : instruction.to) add(instruction.written, use);
 }
 
 void Decoder::refuse(const std::string& why) const { throw Fault(why + ": " + statement_->text); }
@@ -145,6 +162,7 @@ Use Decoder::use(const Operand& operand, int bits) {
             use.is_negated = operand.is_negated;
             if (use.is_predicate != (bits == 1)) throw Fault("a predicate where a number is expected, or the reverse");
             if (bits == 64 && use.num_words != 2) throw Fault("a register of 32 bits where 64 are expected");
+            if (bits < 64 && use.num_words == 2 && !allows_wider_) throw Fault("a register of 64 bits where fewer are expected");
             return use;
         }
         case Operand::Kind::kNumber: {

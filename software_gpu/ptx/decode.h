@@ -30,6 +30,8 @@ class Decoder {
     Use constant(uint64_t bits, int num_words);
     void to(size_t i, int bits) { instruction_.to.push_back(use(operand(i), bits)); }
     void from(size_t i, int bits) { instruction_.from.push_back(use(operand(i), bits)); }
+    // For handlers that take the low bits of 64; PTX ISA, "Operand Size Exceeding Instruction-Type Size".
+    void allow_wider_registers() { allows_wider_ = true; }
     void from_address(size_t i, int bits);  // sets `offset`
     void to_all(size_t i, int bits);        // of a vector, or one
     void from_all(size_t i, int bits);
@@ -37,6 +39,7 @@ class Decoder {
     [[noreturn]] void refuse(const std::string& why = "no such instruction") const;
 
   private:
+    void find_places(Instruction& instruction) const;
     Use register_of(const std::string& name);
     Use sink(int bits);
 
@@ -47,6 +50,7 @@ class Decoder {
     std::map<std::pair<uint64_t, int>, Use> constants_;
     const Statement* statement_ = nullptr;
     Instruction instruction_;
+    bool allows_wider_ = false;
 };
 
 using DecodeFunction = void (*)(Decoder&);

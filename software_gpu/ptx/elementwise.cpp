@@ -331,6 +331,10 @@ void predicate_logic(Warp& warp, const Instruction& instruction, Mask active) {
     Mask value = ~a;
     if constexpr (kKind < 3) {
         const Mask b = warp.predicate(instruction.from[1]);
+        // One argument may decide alone.
+        const Mask a_unset = warp.undefined_lanes(instruction.from[0]), b_unset = warp.undefined_lanes(instruction.from[1]);
+        if constexpr (kKind == 0) warp.undefined &= (a_unset | a) & (b_unset | b);
+        if constexpr (kKind == 1) warp.undefined &= (a_unset | ~a) & (b_unset | ~b);
         value = kKind == 0 ? (a & b) : kKind == 1 ? (a | b) : (a ^ b);
     }
     warp.set_predicate(instruction.to[0], value, active);
@@ -572,6 +576,8 @@ void decode_setp(Decoder& decoder) {
 template <class T>
 void select(Warp& warp, const Instruction& instruction, Mask active) {
     const Mask chosen = warp.predicate(instruction.from[2]);
+    const Mask yes_unset = warp.undefined_lanes(instruction.from[0]), no_unset = warp.undefined_lanes(instruction.from[1]);
+    warp.undefined &= warp.undefined_lanes(instruction.from[2]) | (yes_unset & chosen) | (no_unset & ~chosen);
     const auto* yes = warp.lanes<T>(instruction.from[0]);
     const auto* no = warp.lanes<T>(instruction.from[1]);
     auto* to = warp.lanes<T>(instruction.to[0]);

@@ -90,40 +90,58 @@ void Block::check_shared(uint64_t address, int bytes) const {
     throw Fault(text);
 }
 
-void Block::note(const Warp& warp, uint64_t address, int bytes, bool is_write) {
-    const auto me = static_cast<int16_t>(warp.index);
+namespace {
+
+[[noreturn]] void refuse_race(const char* what, uint64_t address, int warp, uint32_t others, const char* have) {
+    throw Fault(std::string("a race: ") + what + " of shared memory at " + std::to_string(address) + " by warp " + std::to_string(warp) + ", which warp " +
+                std::to_string(std::countr_zero(others)) + have + " since the last barrier");
+}
+
+}  // namespace
+
+void Block::note_read(const Warp& warp, uint64_t address, int bytes) {
+    const uint32_t me = 1u << warp.index;
     for (int i = 0; i < bytes; ++i) {
         ShadowByte& byte = shadow[address + i];
-        if (!is_write && byte.write_epoch == 0) throw Fault("shared memory that nobody has written, at " + std::to_string(address + i));
-        const bool follows_write = byte.write_epoch == epoch && byte.writer != me;
-        const bool follows_read = is_write && byte.read_epoch == epoch && byte.reader != me;
-        if (follows_write || follows_read)
-            throw Fault(std::string("a race: ") + (is_write ? "a write" : "a read") + " of shared memory at " + std::to_string(address + i) + " by warp " + std::to_string(me) +
-                        ", which warp " + std::to_string(follows_write ? byte.writer : byte.reader) + (follows_write ? " has written" : " has read") + " since the last barrier");
-        if (is_write) {
-            byte.write_epoch = epoch;
-            byte.writer = me;
-            byte.fence = warp.num_proxy_fences;
-        } else {
-            byte.reader = byte.read_epoch == epoch && byte.reader != me ? int16_t{-2} : me;
-            byte.read_epoch = epoch;
-        }
+        if (byte.writer < 0) throw Fault("shared memory that nobody has written, at " + std::to_string(address + i));
+        if (byte.epoch != epoch) byte = {epoch, 0, 0, byte.writer, byte.is_undefined, byte.fence};
+        if (byte.writers && !(byte.writers & me)) refuse_race("a read", address + i, warp.index, byte.writers, " has written");
+        byte.readers |= me;
     }
 }
 
-void Block::read_shared(const Warp& warp, uint64_t address, void* out, int bytes) {
-    check_shared(address, bytes);
-    if (!shadow.empty()) note(warp, address, bytes, false);
-    std::memcpy(out, shared.data() + address, bytes);
+// Several warps may write the same: compilers let all of them write what all of them have.
+void Block::note_write(const Warp& warp, uint64_t address, const void* content, int bytes, bool is_undefined) {
+    const uint32_t me = 1u << warp.index;
+    for (int i = 0; i < bytes; ++i) {
+        ShadowByte& byte = shadow[address + i];
+        if (byte.epoch != epoch) byte = {epoch, 0, 0, byte.writer, byte.is_undefined, byte.fence};
+        if (byte.readers & ~me) refuse_race("a write", address + i, warp.index, byte.readers & ~me, " has read");
+        const bool is_same = shared[address + i] == static_cast<const uint8_t*>(content)[i];
+        if (byte.writers & ~me && !is_same) refuse_race("a write", address + i, warp.index, byte.writers & ~me, " has written");
+        byte = {epoch, byte.writers | me, byte.readers, static_cast<int16_t>(warp.index), is_undefined, warp.num_proxy_fences};
+    }
 }
 
-void Block::write_shared(const Warp& warp, uint64_t address, const void* content, int bytes) {
+bool Block::is_defined(uint64_t address, int bytes) const {
+    return std::none_of(shadow.begin() + static_cast<ptrdiff_t>(address), shadow.begin() + static_cast<ptrdiff_t>(address) + bytes, [](const ShadowByte& byte) { return byte.is_undefined; });
+}
+
+bool Block::read_shared(const Warp& warp, uint64_t address, void* out, int bytes) {
     check_shared(address, bytes);
-    if (!shadow.empty()) note(warp, address, bytes, true);
+    std::memcpy(out, shared.data() + address, bytes);
+    if (shadow.empty()) return true;
+    note_read(warp, address, bytes);
+    return is_defined(address, bytes);
+}
+
+void Block::write_shared(const Warp& warp, uint64_t address, const void* content, int bytes, bool is_undefined) {
+    check_shared(address, bytes);
+    if (!shadow.empty()) note_write(warp, address, content, bytes, is_undefined);
     std::memcpy(shared.data() + address, content, bytes);
 }
 
-void Block::read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes) {
+bool Block::read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes) {
     if (!shadow.empty()) {
         check_shared(address, bytes);
         const ShadowByte& byte = shadow[address];
@@ -131,7 +149,7 @@ void Block::read_shared_by_tensor_core(const Warp& warp, uint64_t address, void*
         if (byte.writer >= 0 && byte.fence == warps[byte.writer].num_proxy_fences)
             throw Fault("the tensor core reads shared memory at " + std::to_string(address) + " without a fence.proxy.async after warp " + std::to_string(byte.writer) + " has written it");
     }
-    read_shared(warp, address, out, bytes);
+    return read_shared(warp, address, out, bytes);
 }
 
 // ---- warps
@@ -140,8 +158,7 @@ Warp::Warp(Block& of_block, int warp_index)
     : block(of_block), index(warp_index), kernel(of_block.launch.kernel), constants(kernel.constants.data()) {
     registers.resize(size_t{kernel.num_words} * kLanes);
     predicates.resize(kernel.num_predicates);
-    defined.resize(kernel.num_words);
-    predicates_defined.resize(kernel.num_predicates);
+    defined.resize(kernel.num_words + kernel.num_predicates);
     in_flight.resize(kernel.num_words);
     for (const Use& use : kernel.undefined) {
         for (int i = 0; i < use.num_words; ++i) defined[use.index + i] = kAll;
@@ -203,7 +220,7 @@ void Warp::step() {
     Mask active = here;
     try {
         if (instruction.has_guard) {
-            if ((predicates_defined[instruction.guard.index] & here) != here) throw Fault("a predicate that was never set");
+            if (undefined_lanes(instruction.guard) & here) throw Fault("a predicate that was never set");
             active &= predicate(instruction.guard);
         }
         paths[at].pc = pc + 1;
@@ -217,10 +234,8 @@ void Warp::step() {
         } else if (active) {
             require_defined(instruction, active);
             instruction.run(*this, instruction, active);
-            for (const Use& use : instruction.to) {
-                if (use.is_predicate) predicates_defined[use.index] |= active;
-                else for (int i = 0; i < use.num_words; ++i) defined[use.index + i] |= active;
-            }
+            const Mask set = active & ~undefined;
+            for (const uint32_t place : instruction.written) defined[place] = (defined[place] & ~active) | set;
         }
     } catch (const Fault& fault) {
         const std::string what = fault.what();
@@ -238,16 +253,19 @@ void Warp::step() {
 }
 
 void Warp::require_defined(const Instruction& instruction, Mask active) {
-    for (const Use& use : instruction.from) {
-        if (use.is_constant) continue;
-        const Mask seen = use.is_predicate ? predicates_defined[use.index] : defined[use.index];
-        if ((seen & active) != active) throw Fault("a register that was never set, of lanes " + lanes_text(active & ~seen));
-        if (num_in_flight && !use.is_predicate && in_flight[use.index] && !instruction.may_use_in_flight)
-            throw Fault("a register that an asynchronous product still writes");
-    }
-    if (num_in_flight && !instruction.may_use_in_flight)
-        for (const Use& use : instruction.to)
-            if (!use.is_predicate && in_flight[use.index]) throw Fault("a register that an asynchronous product still writes");
+    Mask is_missing = 0, is_unset = 0;
+    for (const uint32_t place : instruction.needed) is_missing |= ~defined[place];
+    if (is_missing & active) throw Fault("a register that was never set, of lanes " + lanes_text(is_missing & active));
+    for (const uint32_t place : instruction.read) is_unset |= ~defined[place];
+    is_unset &= active;
+    undefined = is_unset && instruction.mixes_lanes ? kAll : is_unset;
+    if (num_in_flight && !instruction.may_use_in_flight) require_landed(instruction);
+}
+
+void Warp::require_landed(const Instruction& instruction) const {
+    for (const std::vector<Use>* uses : {&instruction.from, &instruction.to})
+        for (const Use& use : *uses)
+            if (!use.is_constant && !use.is_predicate && in_flight[use.index]) throw Fault("a register that an asynchronous product still writes");
 }
 
 // ---- launches

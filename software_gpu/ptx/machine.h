@@ -28,9 +28,16 @@ struct Warp;
 struct Instruction;
 using Handler = void (*)(Warp&, const Instruction&, Mask);  // with the lanes that take part
 
+// Which arguments must have been set. Compiled code reads registers that nobody has set where it needs no value: results
+// are then undefined, too, until one is needed.
+enum class Needs : uint8_t { kNothing, kFirst, kAllButFirst, kAll };
+
 struct Instruction {
     Handler run = nullptr;
     std::vector<Use> to, from;         // in the order that the handler wants
+    Needs needs = Needs::kNothing;
+    bool mixes_lanes = false;          // a result is undefined where an argument of any lane is
+    std::vector<uint32_t> needed, read, written;  // places in Warp::defined, of `from` and `to`
     int64_t offset = 0;                // of an address
     std::array<int64_t, 8> n{};        // sizes and kinds of the opcode; the handler says which
     Use guard;
@@ -72,11 +79,13 @@ struct Options {
     uint64_t max_instructions = 2'000'000'000;
 };
 
-// Who touched a byte of shared memory last.
+// Who touched a byte of shared memory since the last barrier.
 struct ShadowByte {
-    uint32_t write_epoch = 0, read_epoch = 0;  // number of the block's barriers before it, from 1; 0: never
-    int16_t writer = -1, reader = -1;          // warps; reader -2: several
-    uint32_t fence = 0;                        // fences of the asynchronous proxy by the writer before it
+    uint32_t epoch = 0;                  // the block's barriers before the last access, from 1; 0: never
+    uint32_t writers = 0, readers = 0;   // warps, by bit
+    int16_t writer = -1;                 // the last warp that wrote it, ever; -1: none has
+    bool is_undefined = false;           // what was written comes from registers that nobody had set
+    uint32_t fence = 0;                  // fences of the asynchronous proxy by the writer before it
 };
 
 struct Launch;
@@ -91,10 +100,11 @@ struct Block {
     Block(const Launch& launch, std::array<uint32_t, 3> index, uint64_t linear_index);
     // True when all warps are done; false when it waits for other blocks.
     bool run();
-    void read_shared(const Warp& warp, uint64_t address, void* out, int bytes);
-    void write_shared(const Warp& warp, uint64_t address, const void* bytes_in, int bytes);
+    // False when the bytes are undefined, as far as a shadow tells.
+    bool read_shared(const Warp& warp, uint64_t address, void* out, int bytes);
+    void write_shared(const Warp& warp, uint64_t address, const void* bytes_in, int bytes, bool is_undefined = false);
     // Of the tensor core: sees what generic stores wrote only behind a fence of its proxy.
-    void read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes);
+    bool read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes);
     void arrive(int barrier, Warp& warp, int num_threads, bool waits);
 
     const Launch& launch;
@@ -108,7 +118,9 @@ struct Block {
 
   private:
     void check_shared(uint64_t address, int bytes) const;
-    void note(const Warp& warp, uint64_t address, int bytes, bool is_write);
+    void note_read(const Warp& warp, uint64_t address, int bytes);
+    void note_write(const Warp& warp, uint64_t address, const void* content, int bytes, bool is_undefined);
+    bool is_defined(uint64_t address, int bytes) const;
 };
 
 struct Path {
@@ -122,6 +134,13 @@ struct Copy {
     std::array<uint64_t, kLanes> from;
     std::array<uint32_t, kLanes> to, num_read;  // bytes; the rest up to `bytes` is zeros
     int bytes;
+};
+
+// A wgmma that has not been waited for.
+struct Product {
+    const Instruction* instruction;
+    uint64_t a, b;  // descriptors, where A is not in registers
+    bool accumulates;
 };
 
 struct Warp {
@@ -162,6 +181,8 @@ struct Warp {
     void set_predicate(const Use& use, Mask value, Mask active) {
         predicates[use.index] = (predicates[use.index] & ~active) | (value & active);
     }
+    uint32_t place_in_defined(const Use& use) const { return use.index + (use.is_predicate ? kernel.num_words : 0); }
+    Mask undefined_lanes(const Use& use) const { return use.is_constant ? 0 : ~defined[place_in_defined(use)]; }
     Mask live() const;
     // Until it waits, ends, or has had its turn.
     void run(uint64_t max_instructions);
@@ -172,8 +193,9 @@ struct Warp {
     const uint32_t* constants;
     std::vector<uint32_t> registers;
     std::vector<Mask> predicates;
-    std::vector<Mask> defined, predicates_defined;  // lanes of each word that were written
-    std::vector<bool> in_flight;                    // words that an asynchronous product writes
+    std::vector<Mask> defined;            // lanes of each word, then of each predicate, that were set
+    Mask undefined = 0;                   // lanes in which the instruction's results will be; its handler may know better
+    std::vector<bool> in_flight;          // words that an asynchronous product writes
     int num_in_flight = 0;
     std::vector<Path> paths;
     bool is_waiting = false, is_done = false, yields = false;
@@ -181,13 +203,14 @@ struct Warp {
     uint32_t num_proxy_fences = 0;
     std::vector<Copy> copies;                                   // since the last commit
     std::deque<std::vector<Copy>> copy_groups;
-    std::vector<const Instruction*> products;                   // wgmma since the last commit, with `product_lanes`
-    std::deque<std::vector<const Instruction*>> product_groups;
+    std::vector<Product> products;                              // since the last commit
+    std::deque<std::vector<Product>> product_groups;
     uint32_t num_wgmma_fences = 0;
 
   private:
     void step();
     void require_defined(const Instruction& instruction, Mask active);
+    void require_landed(const Instruction& instruction) const;
 };
 
 struct Launch {

@@ -21,7 +21,7 @@ void load_matrices(Warp& warp, const Instruction& instruction, Mask active) {
     for (size_t matrix = 0; matrix < instruction.to.size(); ++matrix) {
         uint16_t rows[8][8];
         for (int row = 0; row < 8; ++row)
-            warp.block.read_shared(warp, addresses[8 * matrix + row] + static_cast<uint64_t>(instruction.offset), rows[row], 16);
+            if (!warp.block.read_shared(warp, addresses[8 * matrix + row] + static_cast<uint64_t>(instruction.offset), rows[row], 16)) warp.undefined = kAll;
         for (int lane = 0; lane < kLanes; ++lane) {
             const int row = lane / 4, column = lane % 4 * 2;
             const uint32_t low = instruction.n[0] ? rows[column][row] : rows[row][column];
@@ -44,7 +44,7 @@ void store_matrices(Warp& warp, const Instruction& instruction, Mask active) {
             (instruction.n[0] ? rows[column + 1][row] : rows[row][column + 1]) = high;
         }
         for (int row = 0; row < 8; ++row)
-            warp.block.write_shared(warp, addresses[8 * matrix + row] + static_cast<uint64_t>(instruction.offset), rows[row], 16);
+            warp.block.write_shared(warp, addresses[8 * matrix + row] + static_cast<uint64_t>(instruction.offset), rows[row], 16, warp.undefined);
     }
 }
 void decode_ldmatrix(Decoder& decoder) {
@@ -52,6 +52,7 @@ void decode_ldmatrix(Decoder& decoder) {
     decoder.to_all(0, 32);
     decoder.from_address(1, 32);
     decoder.instruction().n[0] = decoder.has("trans");
+    decoder.instruction().needs = Needs::kFirst;
     decoder.instruction().run = load_matrices;
 }
 void decode_stmatrix(Decoder& decoder) {
@@ -59,6 +60,8 @@ void decode_stmatrix(Decoder& decoder) {
     decoder.from_address(0, 32);
     decoder.from_all(1, 32);
     decoder.instruction().n[0] = decoder.has("trans");
+    decoder.instruction().needs = Needs::kFirst;
+    decoder.instruction().mixes_lanes = true;
     decoder.instruction().run = store_matrices;
 }
 
@@ -162,6 +165,7 @@ void decode_mma(Decoder& decoder) {
     decoder.from_all(3, 32);
     instruction.n = {element_of(opcode[opcode.size() - 3]), element_of(opcode[opcode.size() - 2]), k, static_cast<int64_t>(num_a), static_cast<int64_t>(num_b)};
     if (static_cast<int>(num_a) * 2 * 4 / bytes_of(instruction.n[0]) != k || num_b * 2 != num_a || instruction.to.size() != 4) decoder.refuse("registers that do not fit the shape");
+    instruction.mixes_lanes = true;
     instruction.run = mma;
 }
 
@@ -194,36 +198,42 @@ struct Descriptor {
     }
 };
 
-void read_matrix(Warp& warp, uint64_t bits, int num_rows, int num_columns, int64_t element, bool is_k_major, int first_row, bool is_transposed, float* out) {
+// False when some of it is undefined.
+bool read_matrix(Warp& warp, uint64_t bits, int num_rows, int num_columns, int64_t element, bool is_k_major, int first_row, bool is_transposed, float* out) {
+    bool is_defined = true;
     const Descriptor descriptor(bits);
     const int bytes = bytes_of(element);
     for (int row = 0; row < num_rows; ++row)
         for (int column = 0; column < num_columns; ++column) {
             uint32_t content = 0;
-            warp.block.read_shared_by_tensor_core(warp, descriptor.address(first_row + row, column, bytes, is_k_major), &content, bytes);
+            is_defined &= warp.block.read_shared_by_tensor_core(warp, descriptor.address(first_row + row, column, bytes, is_k_major), &content, bytes);
             out[is_transposed ? column * num_rows + row : row * num_columns + column] = element_value(content, element);
         }
+    return is_defined;
 }
 
-// from: accumulators, A (registers or descriptor), descriptor of B [, scale of D]. n: element of A, of B, N, K, registers of A
-// (0: a descriptor), A is M-major, B is N-major, scale of D where it is a number (-1: in a register).
-void multiply_async(Warp& warp, const Instruction& instruction) {
+// from: descriptor of B, A (registers or descriptor) [, scale of D]. n: element of A, of B, N, K, registers of A (0: a
+// descriptor), A is M-major, B is N-major, scale of D where it is a number (-1: in a register).
+void multiply_async(Warp& warp, const Product& product) {
+    const Instruction& instruction = *product.instruction;
     const auto& n = instruction.n;
     const int columns = static_cast<int>(n[2]), k = static_cast<int>(n[3]);
     const size_t num_d = instruction.to.size(), num_a = static_cast<size_t>(n[4]);
     float a[16 * 32], c[16 * 256];
     std::vector<float> b(static_cast<size_t>(k) * columns);
-    if (num_a) read_a(warp, instruction.from.data() + num_d, num_a, n[0], k, a);
-    else read_matrix(warp, warp.lanes<uint64_t>(instruction.from[num_d])[0], 16, k, n[0], !n[5], 16 * (warp.index % 4), false, a);
-    const size_t at_b = num_d + std::max<size_t>(num_a, 1);
-    read_matrix(warp, warp.lanes<uint64_t>(instruction.from[at_b])[0], columns, k, n[1], !n[6], 0, true, b.data());
-    const bool accumulates = n[7] >= 0 ? n[7] != 0 : (warp.predicate(instruction.from[at_b + 1]) & 1) != 0;
+    bool is_defined = true;
+    if (num_a) read_a(warp, &instruction.from[1], num_a, n[0], k, a);
+    else is_defined &= read_matrix(warp, product.a, 16, k, n[0], !n[5], 16 * (warp.index % 4), false, a);
+    is_defined &= read_matrix(warp, product.b, columns, k, n[1], !n[6], 0, true, b.data());
     const auto place = [&](size_t i, int lane) { return (lane / 4 + 8 * static_cast<int>(i / 2 % 2)) * columns + 8 * static_cast<int>(i / 4) + lane % 4 * 2 + static_cast<int>(i % 2); };
     for (size_t i = 0; i < num_d; ++i)
-        for (int lane = 0; lane < kLanes; ++lane) c[place(i, lane)] = accumulates ? warp.get<float>(instruction.to[i], lane) : 0.0f;
+        for (int lane = 0; lane < kLanes; ++lane) c[place(i, lane)] = product.accumulates ? warp.get<float>(instruction.to[i], lane) : 0.0f;
     multiply(a, b.data(), c, columns, k);
     for (size_t i = 0; i < num_d; ++i)
         for (int lane = 0; lane < kLanes; ++lane) warp.put<float>(instruction.to[i], lane, c[place(i, lane)]);
+    if (is_defined) return;
+    warp.undefined = kAll;
+    for (const uint32_t word : instruction.written) warp.defined[word] = 0;
 }
 
 void mark(Warp& warp, const Instruction& instruction, bool is_in_flight) {
@@ -237,12 +247,14 @@ void mark(Warp& warp, const Instruction& instruction, bool is_in_flight) {
 void issue_product(Warp& warp, const Instruction& instruction, Mask active) {
     if (active != kAll) throw Fault("wgmma by a part of a warp");
     if (!warp.num_wgmma_fences) throw Fault("wgmma.mma_async without a wgmma.fence before it");
+    const bool accumulates = instruction.n[7] >= 0 ? instruction.n[7] != 0 : (warp.predicate(instruction.from.back()) & 1) != 0;
+    if (accumulates)
+        for (const uint32_t word : instruction.written)
+            if (warp.defined[word] != kAll) warp.undefined = kAll;
     mark(warp, instruction, true);
-    if (warp.block.launch.options.is_late) warp.products.push_back(&instruction);
-    else {
-        multiply_async(warp, instruction);
-        warp.products.push_back(&instruction);
-    }
+    const uint64_t a = instruction.n[4] ? 0 : warp.lanes<uint64_t>(instruction.from[1])[0];
+    warp.products.push_back({&instruction, a, warp.lanes<uint64_t>(instruction.from[0])[0], accumulates});
+    if (!warp.block.launch.options.is_late) multiply_async(warp, warp.products.back());
 }
 void commit_products(Warp& warp, const Instruction&, Mask) {
     warp.product_groups.push_back(std::move(warp.products));
@@ -250,15 +262,15 @@ void commit_products(Warp& warp, const Instruction&, Mask) {
 }
 void wait_for_products(Warp& warp, const Instruction& instruction, Mask) {
     while (static_cast<int64_t>(warp.product_groups.size()) > instruction.n[0]) {
-        for (const Instruction* product : warp.product_groups.front())
-            if (warp.block.launch.options.is_late) multiply_async(warp, *product);
+        for (const Product& product : warp.product_groups.front())
+            if (warp.block.launch.options.is_late) multiply_async(warp, product);
         warp.product_groups.pop_front();
     }
     std::fill(warp.in_flight.begin(), warp.in_flight.end(), false);
     warp.num_in_flight = 0;
     for (const auto& group : warp.product_groups)
-        for (const Instruction* product : group) mark(warp, *product, true);
-    for (const Instruction* product : warp.products) mark(warp, *product, true);
+        for (const Product& product : group) mark(warp, *product.instruction, true);
+    for (const Product& product : warp.products) mark(warp, *product.instruction, true);
 }
 
 void decode_wgmma(Decoder& decoder) {
@@ -282,14 +294,12 @@ void decode_wgmma(Decoder& decoder) {
     if (m != 64 || type == opcode.end() || opcode.end() - type != 3 || decoder.has("sp") || n > 256 || k > 32) decoder.refuse();
     const Element a_element = element_of(*(type + 1)), b_element = element_of(*(type + 2));
     decoder.to_all(0, 32);
-    // Accumulators are read unless D's scale is 0: a register that was never set is found when they are.
     const size_t num_d = instruction.to.size();
     if (static_cast<int>(num_d) != n / 2) decoder.refuse("registers that do not fit the shape");
-    instruction.from = instruction.to;
+    decoder.from(2, 64);
     const bool has_a_registers = decoder.operand(1).kind == Operand::Kind::kVector;
     decoder.from_all(1, has_a_registers ? 32 : 64);
     const size_t num_a = has_a_registers ? decoder.operand(1).parts.size() : 0;
-    decoder.from(2, 64);
     const Operand& scale = decoder.operand(3);
     int64_t scale_number = -1;
     if (scale.kind == Operand::Kind::kNumber) scale_number = scale.number != 0;
@@ -299,7 +309,8 @@ void decode_wgmma(Decoder& decoder) {
     const bool has_majors = bytes_of(a_element) == 2;
     const auto major = [&](size_t from_the_end) { return static_cast<int64_t>(decoder.operand(decoder.num_operands() - from_the_end).number); };
     instruction.n = {a_element, b_element, n, k, static_cast<int64_t>(num_a), has_majors && !has_a_registers ? major(2) : 0, has_majors ? major(1) : 0, scale_number};
-    instruction.may_use_in_flight = true;
+    instruction.may_use_in_flight = instruction.mixes_lanes = true;
+    instruction.needs = Needs::kFirst;
     instruction.run = issue_product;
 }
 

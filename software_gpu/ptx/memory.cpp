@@ -75,7 +75,7 @@ void load(Warp& warp, const Instruction& instruction, Mask active) {
         uint8_t content[64];
         const uint64_t address = address_of(warp, instruction, instruction.from[0], lane);
         if constexpr (kIsShared) {
-            warp.block.read_shared(warp, address, content, total);
+            if (!warp.block.read_shared(warp, address, content, total)) warp.undefined |= Mask{1} << lane;
         } else {
             warp.block.launch.memory.check(address, total);
             std::memcpy(content, reinterpret_cast<const void*>(address), total);
@@ -102,7 +102,7 @@ void store(Warp& warp, const Instruction& instruction, Mask active) {
         }
         const uint64_t address = address_of(warp, instruction, instruction.from[0], lane);
         if constexpr (kIsShared) {
-            warp.block.write_shared(warp, address, content, total);
+            warp.block.write_shared(warp, address, content, total, warp.undefined >> lane & 1);
         } else {
             warp.block.launch.memory.check(address, total);
             std::memcpy(reinterpret_cast<void*>(address), content, total);
@@ -121,6 +121,7 @@ void decode_ld(Decoder& decoder) {
     const Type type = last_type(decoder);
     Instruction& instruction = decoder.instruction();
     const int bytes = type.bits / 8;
+    decoder.allow_wider_registers();
     decoder.to_all(0, type.bits);
     instruction.n = {bytes, is_shared(decoder), type.kind == 's'};
     if (decoder.has("param")) {
@@ -136,6 +137,7 @@ void decode_ld(Decoder& decoder) {
     }
     if (!is_shared(decoder) && !decoder.has("global")) decoder.refuse("a state space that is not implemented");
     decoder.from_address(1, is_shared(decoder) ? 32 : 64);
+    instruction.needs = Needs::kFirst;
     instruction.run = is_shared(decoder) ? load<true> : load<false>;
 }
 
@@ -144,7 +146,9 @@ void decode_st(Decoder& decoder) {
     Instruction& instruction = decoder.instruction();
     if (!is_shared(decoder) && !decoder.has("global")) decoder.refuse("a state space that is not implemented");
     decoder.from_address(0, is_shared(decoder) ? 32 : 64);
+    decoder.allow_wider_registers();
     decoder.from_all(1, type.bits);
+    instruction.needs = is_shared(decoder) ? Needs::kFirst : Needs::kAll;
     instruction.n = {type.bits / 8, is_shared(decoder), 0};
     instruction.run = is_shared(decoder) ? store<true> : store<false>;
 }
@@ -224,6 +228,7 @@ void decode_atomic(Decoder& decoder) {
     const auto found = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const auto& kind) { return decoder.has(kind.first); });
     if (found == std::end(kKinds)) decoder.refuse();
     instruction.n = {bits / 8, is_shared(decoder), found->second, type.kind, type.num_packed, type.bits};
+    instruction.needs = Needs::kAll;
     instruction.run = atomic;
 }
 
@@ -282,6 +287,7 @@ void decode_cp(Decoder& decoder) {
     decoder.from_address(1, 64);
     instruction.n = {static_cast<int64_t>(decoder.operand(2).number), to_offset, instruction.offset};
     if (decoder.num_operands() > 3) decoder.from(3, 32);
+    instruction.needs = Needs::kAll;
     instruction.run = copy_async;
 }
 

@@ -40,6 +40,8 @@ void shuffle(Warp& warp, const Instruction& instruction, Mask active) {
     const auto* clamps = warp.lanes<uint32_t>(instruction.from[2]);
     const Mask members = warp.lanes<uint32_t>(instruction.from[3])[0];
     if ((members & warp.live()) != active) throw Fault("shfl.sync names lanes that do not take part");
+    const Mask unset = warp.undefined_lanes(instruction.from[0]);
+    warp.undefined = 0;
     uint32_t results[kLanes];
     Mask is_within = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -56,6 +58,7 @@ void shuffle(Warp& warp, const Instruction& instruction, Mask active) {
         if (!is_in) source = lane;
         if (active >> lane & 1 && !(active >> source & 1)) throw Fault("shfl.sync reads a lane that does not take part");
         results[lane] = value[source];
+        warp.undefined |= (unset >> source & 1) << lane;
         is_within |= Mask{is_in} << lane;
     }
     for (int lane = 0; lane < kLanes; ++lane)
@@ -72,6 +75,7 @@ void decode_shfl(Decoder& decoder) {
     }
     for (size_t i = 1; i <= 4; ++i) decoder.from(i, 32);
     instruction.n[0] = decoder.has("bfly") ? kButterfly : decoder.has("up") ? kUp : decoder.has("down") ? kDown : kIndex;
+    instruction.needs = Needs::kAllButFirst;
     instruction.run = shuffle;
 }
 
@@ -94,6 +98,7 @@ void decode_vote(Decoder& decoder) {
     instruction.n[0] = decoder.has("ballot") ? kBallot : decoder.has("all") ? kAllVote : decoder.has("any") ? kAnyVote : kUniform;
     decoder.to(0, instruction.n[0] == kBallot ? 32 : 1);
     decoder.from(1, 1);
+    instruction.mixes_lanes = true;
     instruction.run = vote;
 }
 
@@ -156,6 +161,7 @@ void decode_redux(Decoder& decoder) {
     decoder.to(0, 32);
     decoder.from(1, 32);
     decoder.instruction().n = {found - std::begin(kNames), type.kind == 's', type.kind == 'f'};
+    decoder.instruction().mixes_lanes = true;
     decoder.instruction().run = reduce;
 }
 
@@ -175,6 +181,7 @@ void decode_bar(Decoder& decoder) {
     Instruction& instruction = decoder.instruction();
     if (decoder.has("warp")) {
         decoder.from(0, 32);
+        instruction.needs = Needs::kAll;
         instruction.run = warp_barrier;
         return;
     }

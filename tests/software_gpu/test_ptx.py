@@ -58,6 +58,7 @@ def run(body: str, *, num_words: int = 64, num_threads: int = 64, **options: Any
         ("shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;", THREADS ^ 1),
         ("setp.lt.u32 %p1, %r1, 8; selp.b32 %r9, 5, %r1, %p1;", np.where(THREADS < 8, 5, THREADS)),
         ("mov.b64 %rd4, {%r1, %r3}; mov.b64 {_, %r9}, %rd4;", THREADS * 4),
+        ("mul.wide.u32 %rd4, %r1, -65535; cvt.s64.s32 %rd5, %rd4; cvt.u32.u64 %r9, %rd5;", THREADS * -65535 % 2**32),
         ("{ .reg .b32 %t; add.s32 %t, %r1, 1; mov.b32 %r9, %t; }", THREADS + 1),
         ("cvt.rn.f32.u32 %r5, %r1; cvt.rzi.s32.f32 %r9, %r5;", THREADS),
         (
@@ -80,9 +81,29 @@ def test_instructions_compute_what_the_isa_says(body: str, expected: np.ndarray)
         assert run(body, **options).tolist() == expected.tolist()
 
 
+# Compiled code reads what nobody has set where it needs no value.
+UNSET_BUT_UNUSED = [
+    "setp.lt.u32 %p1, %r1, 32; @%p1 mov.b32 %r5, 1; add.s32 %r6, %r5, 1; selp.b32 %r9, %r6, 2, %p1;",
+    "setp.ge.u32 %p1, %r1, 16; setp.lt.u32 %p2, %r1, 1; @%p1 setp.lt.u32 %p3, %r1, 0; and.pred %p4, %p3, %p2;"
+    "and.pred %p5, %p1, %p4; selp.b32 %r9, 1, 2, %p5;",
+    "setp.lt.u32 %p1, %r1, 32; @%p1 mov.b32 %r5, 2; shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1;"
+    "mov.b32 %r9, 2; @%p1 mov.b32 %r9, %r6;",
+]
+
+
+@pytest.mark.parametrize("body", UNSET_BUT_UNUSED)
+def test_what_nobody_has_set_may_be_read_and_not_used(body: str) -> None:
+    assert set(run(body, finds_races=True).tolist()) == {2}
+
+
 REFUSED = {
     "outside of every allocation": ("mov.b32 %r9, 1;", {"num_words": 63}),
     "misaligned address": ("ld.global.b32 %r9, [%rd3+2];", {}),
+    "never set, of lanes 0000ffff": (
+        "setp.ge.u32 %p1, %r1, 16; @%p1 mov.b32 %r5, 0; st.shared.b32 [%r4], %r5; ld.shared.b32 %r6, [%r4];"
+        "shfl.sync.bfly.b32 %r9, %r6, 1, 31, -1;",
+        {"finds_races": True},
+    ),
     "outside of the 512 of shared memory": ("ld.shared.b32 %r9, [%r4+400];", {}),
     "a register that was never set": ("setp.lt.u32 %p1, %r1, 8; @%p1 mov.b32 %r9, 1;", {}),
     "that nobody has written": ("ld.shared.b32 %r9, [%r4];", {"finds_races": True}),
