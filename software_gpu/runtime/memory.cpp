@@ -1,0 +1,230 @@
+// Device memory is reserved address space, so that models of any size fit; pinned blocks that a copy still reads or writes are
+// protected by the host's own pages, so that a host access too early is caught where it happens.
+#include "runtime.h"
+
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+namespace software_runtime {
+
+namespace {
+
+constexpr size_t kAlignment = 512;  // of cudaMalloc: CUDA C++ Programming Guide, "Device Memory Accesses", at least 256
+constexpr uintptr_t kPage = 4096;
+constexpr unsigned kWriteFault = 2;  // of x86-64's page fault error code
+
+size_t used_bytes[64], peak_bytes[64];
+
+std::map<uintptr_t, Block>& blocks() {
+    static auto* all = new std::map<uintptr_t, Block>;  // outlives every destructor
+    return *all;
+}
+
+size_t in_pages(size_t bytes) { return (bytes + kPage - 1) & ~(kPage - 1); }
+
+void* reserve(size_t bytes) {
+    void* address = mmap(nullptr, in_pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return address == MAP_FAILED ? nullptr : address;
+}
+
+// Of the driver and its context.
+size_t reserved_bytes() {
+    static const size_t bytes = static_cast<size_t>(setting("SOFTWARE_GPU_CONTEXT_MIB", 600)) << 20;
+    return bytes;
+}
+
+void protect(uintptr_t begin, const Block& block) {
+    const int allowed = block.num_writes ? PROT_NONE : block.num_reads ? PROT_READ : PROT_READ | PROT_WRITE;
+    mprotect(reinterpret_cast<void*>(begin), in_pages(block.bytes), allowed);
+}
+
+struct sigaction previous;
+
+void on_fault(int, siginfo_t* info, void* context) {
+    uintptr_t begin;
+    Block* block = block_at(info->si_addr, &begin);
+    if (!block || !block->is_pinned || !(block->num_reads || block->num_writes)) {
+        sigaction(SIGSEGV, &previous, nullptr);  // and fault again
+        return;
+    }
+    const bool is_write = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & kWriteFault;
+    mprotect(reinterpret_cast<void*>(begin), in_pages(block->bytes), PROT_READ | PROT_WRITE);
+    problem(std::string("the host ") + (is_write ? "writes" : "reads") + " a pinned block while a copy " + (block->num_writes ? "into" : "out of") + " it is in flight");
+}
+
+__attribute__((constructor)) void watch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &previous);
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool waits) {
+    Lock lock;
+    Block *target = block_at(to), *source = block_at(from);
+    const bool to_device = target && !target->is_pinned, from_device = source && !source->is_pinned;
+    const std::string kind = to_device ? from_device ? "D2D" : "H2D" : from_device ? "D2H" : "H2H";
+    const bool is_pageable = (kind == "H2D" && !source) || (kind == "D2H" && !target);
+    if (stream->capture && is_pageable) return invalidate(stream, "a copy " + kind + " of pageable memory in a capture");
+    if (!stream->capture) count("bytes " + kind + (is_pageable ? ", pageable" : ""), static_cast<long>(bytes));
+    if (kind == "H2D" && is_pageable) {  // staged before the call returns
+        auto content = std::make_shared<std::vector<char>>(executes() ? bytes : 0);
+        if (executes()) std::memcpy(content->data(), from, bytes);
+        submit(stream, {"copy H2D, pageable", [=] { std::memcpy(to, content->data(), content->size()); }});
+        return cudaSuccess;
+    }
+    uintptr_t begin = 0;
+    int Block::*in_flight = nullptr;
+    if (!stream->capture && !is_pageable && (kind == "H2D" || kind == "D2H")) {
+        in_flight = kind == "H2D" ? &Block::num_reads : &Block::num_writes;
+        Block* pinned = kind == "H2D" ? block_at(from, &begin) : block_at(to, &begin);
+        ++(pinned->*in_flight);
+        protect(begin, *pinned);
+    }
+    // Weights of a model that only takes address space are not copied.
+    const bool moves = executes() || bytes <= size_t{1} << 20;
+    submit(stream, {"copy " + kind + (is_pageable ? ", pageable" : ""), [=] {
+        if (in_flight) {
+            Block* pinned = block_at(reinterpret_cast<void*>(begin));
+            --(pinned->*in_flight);
+            protect(begin, *pinned);
+        }
+        if (moves) std::memmove(to, from, bytes);
+    }});
+    if (waits || (kind == "D2H" && is_pageable)) complete(stream, stream->num_submitted);
+    return cudaSuccess;
+}
+
+}  // namespace
+
+Block* block_at(const void* address, uintptr_t* begin) {
+    const auto wanted = reinterpret_cast<uintptr_t>(address);
+    auto found = blocks().upper_bound(wanted);
+    if (found == blocks().begin()) return nullptr;
+    --found;
+    if (wanted >= found->first + found->second.bytes) return nullptr;
+    if (begin) *begin = found->first;
+    return &found->second;
+}
+
+std::vector<uint64_t> device_ranges() {
+    std::vector<uint64_t> ranges;
+    for (const auto& [begin, block] : blocks()) {
+        if (!block.is_pinned) ranges.insert(ranges.end(), {begin, begin + block.bytes});
+    }
+    return ranges;
+}
+
+}  // namespace software_runtime
+
+using namespace software_runtime;
+
+CUDA_API cudaError_t cudaMalloc(void** address, size_t bytes) {
+    Lock lock;
+    if (is_unsafe_in_capture("cudaMalloc")) return fail(cudaErrorStreamCaptureUnsupported);
+    bytes = (bytes + kAlignment - 1) & ~(kAlignment - 1);
+    const int device = current_device();
+    if (used_bytes[device] + bytes + reserved_bytes() > gpu().memory_bytes) {
+        count("out of memory");
+        return fail(cudaErrorMemoryAllocation);
+    }
+    *address = reserve(bytes);
+    if (!*address) return fail(cudaErrorMemoryAllocation);
+    blocks()[reinterpret_cast<uintptr_t>(*address)] = {bytes, false, device};
+    used_bytes[device] += bytes;
+    peak_bytes[device] = std::max(peak_bytes[device], used_bytes[device]);
+    count("cudaMalloc");
+    return cudaSuccess;
+}
+
+// Waits for the device, as CUDA's does.
+CUDA_API cudaError_t cudaFree(void* address) {
+    Lock lock;
+    if (!address) return cudaSuccess;
+    if (is_unsafe_in_capture("cudaFree")) return fail(cudaErrorStreamCaptureUnsupported);
+    const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
+    if (found == blocks().end()) {
+        problem("cudaFree of what cudaMalloc did not give");
+        return fail(cudaErrorInvalidValue);
+    }
+    complete_all();
+    used_bytes[found->second.device] -= found->second.bytes;
+    munmap(address, in_pages(found->second.bytes));
+    blocks().erase(found);
+    count("cudaFree");
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+    Lock lock;
+    *total_bytes = gpu().memory_bytes;
+    *free_bytes = gpu().memory_bytes - used_bytes[current_device()] - reserved_bytes();
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
+    Lock lock;
+    if (is_unsafe_in_capture("cudaHostAlloc")) return fail(cudaErrorStreamCaptureUnsupported);
+    *address = reserve(bytes);
+    if (!*address) return fail(cudaErrorMemoryAllocation);
+    blocks()[reinterpret_cast<uintptr_t>(*address)] = {bytes, true, current_device()};
+    count("cudaHostAlloc");
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaFreeHost(void* address) {
+    Lock lock;
+    const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
+    if (found == blocks().end()) return fail(cudaErrorInvalidValue);
+    complete_all();
+    munmap(address, in_pages(found->second.bytes));
+    blocks().erase(found);
+    return cudaSuccess;
+}
+
+CUDA_API cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+CUDA_API cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+
+CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+    Lock lock;
+    const Block* block = block_at(address);
+    std::memset(attributes, 0, sizeof *attributes);
+    attributes->type = !block ? cudaMemoryTypeUnregistered : block->is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+    attributes->device = block ? block->device : 0;
+    attributes->devicePointer = const_cast<void*>(address);
+    attributes->hostPointer = block && !block->is_pinned ? nullptr : const_cast<void*>(address);
+    return cudaSuccess;
+}
+
+CUDA_API CUresult cuPointerGetAttribute(void* value, CUpointer_attribute which, CUdeviceptr address) {
+    Lock lock;
+    const Block* block = block_at(reinterpret_cast<void*>(address));
+    if (!block) return CUDA_ERROR_INVALID_VALUE;
+    switch (which) {
+        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *static_cast<CUdeviceptr*>(value) = address; break;
+        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *static_cast<unsigned*>(value) = block->is_pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE; break;
+        default: *static_cast<unsigned*>(value) = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) { return copy(to, from, bytes, stream_of(stream), false); }
+CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) { return copy(to, from, bytes, stream_of(stream), false); }
+CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    if (is_unsafe_in_capture("cudaMemcpy")) return fail(cudaErrorStreamCaptureImplicit);
+    return copy(to, from, bytes, stream_of(nullptr), true);
+}
+CUDA_API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    const bool sets = executes() || bytes <= size_t{1} << 20;
+    submit(stream_of(stream), {"memset", [=] { if (sets) std::memset(to, value, bytes); }});
+    return cudaSuccess;
+}
+CUDA_API cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+CUDA_API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
+CUDA_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) { std::memcpy(handle, &address, sizeof address); return cudaSuccess; }
+
+CUDA_API size_t software_gpu_used_bytes(int device) { Lock lock; return used_bytes[device]; }
+CUDA_API size_t software_gpu_peak_bytes(int device) { Lock lock; return peak_bytes[device]; }
