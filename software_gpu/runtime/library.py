@@ -159,7 +159,7 @@ def main() -> None:
     os.execvpe(
         sys.executable,
         [sys.executable, *sys.argv[1:]],
-        os.environ | environment(os.environ.get("SOFTWARE_GPU", "h200")),
+        os.environ | environment(os.environ.get("SOFTWARE_GPU", "h200"), executes=bool(int(os.environ.get("SOFTWARE_GPU_EXECUTES", "0")))),
     )
 
 
