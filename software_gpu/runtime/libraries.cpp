@@ -1,9 +1,8 @@
-// cuBLAS and NCCL: their calls are operations of a stream, which compute nothing.
+// cuBLAS: its calls are operations of a stream, which compute nothing; PyTorch's operators replace them (torch_ops.py).
 #include "runtime.h"
 
 #include <cublasLt.h>
 #include <cublas_v2.h>
-#include <nccl.h>
 
 #include <cstring>
 
@@ -19,23 +18,10 @@ struct Layout {
     cudaDataType type;
 };
 
-struct Communicator {
-    int num_ranks, rank;
-};
-
 void enqueue(const std::string& name, cudaStream_t stream) {
     std::function<void()> run;
     if (executes()) run = [name] { problem("not executed, a call of a library: " + name); };
     submit(stream_of(stream), {name, std::move(run)});
-}
-
-size_t size_of(ncclDataType_t type) {
-    switch (type) {
-        case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
-        case ncclFloat16: case ncclBfloat16: return 2;
-        case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
-        default: return 4;
-    }
 }
 
 // Descriptors hold nothing that is read.
@@ -43,11 +29,6 @@ template <class T>
 cublasStatus_t make(T* out) {
     *out = reinterpret_cast<T>(std::calloc(1, 256));
     return CUBLAS_STATUS_SUCCESS;
-}
-
-ncclResult_t join(ncclComm_t* communicator, int num_ranks, int rank) {
-    *communicator = reinterpret_cast<ncclComm_t>(new Communicator{num_ranks, rank});
-    return ncclSuccess;
 }
 
 }  // namespace
@@ -102,25 +83,3 @@ CUDA_API cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t, c
     enqueue("cublasLtMatmul of type " + std::to_string(reinterpret_cast<Layout*>(a)->type), stream);
     return CUBLAS_STATUS_SUCCESS;
 }
-
-CUDA_API ncclResult_t ncclGetVersion(int* version) { *version = NCCL_VERSION_CODE; return ncclSuccess; }
-CUDA_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { std::memset(id, 7, sizeof *id); return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommInitRank(ncclComm_t* out, int num_ranks, ncclUniqueId, int rank) { return join(out, num_ranks, rank); }
-CUDA_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int num_ranks, ncclUniqueId, int rank, ncclConfig_t*) { return join(out, num_ranks, rank); }
-CUDA_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* out, int num_ranks, int rank, int, ncclUniqueId*, ncclConfig_t*) { return join(out, num_ranks, rank); }
-CUDA_API ncclResult_t ncclCommDestroy(ncclComm_t out) { delete reinterpret_cast<Communicator*>(out); return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommAbort(ncclComm_t) { return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { *error = ncclSuccess; return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommCount(ncclComm_t communicator, int* num_ranks) { *num_ranks = reinterpret_cast<Communicator*>(communicator)->num_ranks; return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommUserRank(ncclComm_t communicator, int* rank) { *rank = reinterpret_cast<Communicator*>(communicator)->rank; return ncclSuccess; }
-CUDA_API ncclResult_t ncclGroupStart() { return ncclSuccess; }
-CUDA_API ncclResult_t ncclGroupEnd() { return ncclSuccess; }
-CUDA_API const char* ncclGetErrorString(ncclResult_t) { return "an error of the software GPU"; }
-CUDA_API const char* ncclGetLastError(ncclComm_t) { return ""; }
-CUDA_API ncclResult_t ncclAllReduce(const void* from, void* to, size_t num, ncclDataType_t type, ncclRedOp_t, ncclComm_t, cudaStream_t stream) {
-    if (from != to) cudaMemcpyAsync(to, from, num * size_of(type), cudaMemcpyDefault, stream);
-    enqueue("ncclAllReduce", stream);
-    return ncclSuccess;
-}
-CUDA_API ncclResult_t ncclAllGather(const void*, void*, size_t, ncclDataType_t, ncclComm_t, cudaStream_t stream) { enqueue("ncclAllGather", stream); return ncclSuccess; }
-CUDA_API ncclResult_t ncclBroadcast(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t stream) { enqueue("ncclBroadcast", stream); return ncclSuccess; }

@@ -60,7 +60,9 @@ def build_library() -> Path:
 def environment(gpu: str = "h200", *, num_devices: int = 1, executes: bool = False) -> dict[str, str]:
     """What a process needs so that its PyTorch has such a GPU. `executes`: kernels compute, else they are counted."""
     library = build_library()
+    paths = [*([str(HERE / "site")] if executes else []), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
+        "PYTHONPATH": ":".join(filter(None, paths)),
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": f"{library.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "TRITON_LIBCUDA_PATH": str(library.parent),

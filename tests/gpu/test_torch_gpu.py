@@ -85,6 +85,7 @@ def test_a_changed_weight_is_noticed(executors):
     """The negative control of the test above."""
     reference, executor = executors
     executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
+    torch.cuda.synchronize()  # steps have a stream of their own
     found, expected = (generate(x, StepSampling(), 0)[0][0].logprobs for x in (executor, reference))
     assert found != pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
