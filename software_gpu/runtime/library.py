@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -18,7 +18,7 @@ FLAGS: Final = ("-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-Wal
 # Libraries of PyTorch whose calls of CUDA are answered here, and how the names of such calls begin.
 _CALLERS: Final = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so")
 _PREFIXES: Final = ("cuda", "__cuda", "cublas", "nccl", "cu")
-_LIBRARIES: Final = ("libcudart", "libcublas", "libcublasLt", "libnccl", "libcuda")
+_NOT_OURS: Final = ("cudnn", "cusparse", "cufft", "curand", "cusolver", "cupti")  # their own libraries answer
 _SYMBOL_TYPES: Final = ("T", "W", "D", "B")
 
 
@@ -26,7 +26,7 @@ def build_library() -> Path:
     """Compile what is not in the cache yet: a folder with libsoftware_gpu.so, and as libcuda.so.1 for Triton.
 
     Raises:
-        RuntimeError: this environment has no CUDA build of PyTorch, or the compiler fails; its words are in the message.
+        RuntimeError: PyTorch is not a CUDA build, or the compiler fails; its words are in the message.
     """
     if torch.version.cuda is None:
         raise RuntimeError(f"PyTorch: expected a CUDA build, found {torch.__version__}. Use an environment of its own.")
@@ -157,12 +157,13 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs a command of Python with the GPU: `python -m software_gpu.runtime.library PROGRAM ARGUMENT...`."""
-    os.execvpe(
-        sys.executable,
-        [sys.executable, *sys.argv[1:]],
-        os.environ | environment(os.environ.get("SOFTWARE_GPU", "h200"), executes=bool(int(os.environ.get("SOFTWARE_GPU_EXECUTES", "0")))),
+    """Runs Python with the GPU of SOFTWARE_GPU: `python -m software_gpu.runtime.library PROGRAM ARGUMENT...`."""
+    own = environment(
+        os.environ.get("SOFTWARE_GPU", "h200"),
+        num_devices=int(os.environ.get("SOFTWARE_GPU_COUNT", "1")),
+        executes=os.environ.get("SOFTWARE_GPU_EXECUTES") == "1",
     )
+    os.execvpe(sys.executable, [sys.executable, *sys.argv[1:]], os.environ | own)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """PyTorch's operators on the software GPU, computed by its CPU over the same memory, in the order of the stream.
 
-Without this its CUDA kernels and cuBLAS's calls are counted and compute nothing. An operator runs when its stream comes to it, and
-again whenever the graph that captured it is launched; until then its outputs hold what their memory held, as on a GPU.
+Without this its CUDA kernels and cuBLAS's calls are counted and compute nothing. An operator runs when its stream
+comes to it, and again whenever the graph that captured it is launched; until then its outputs hold what their
+memory held, as on a GPU.
 """
 
 import ctypes
@@ -18,9 +19,9 @@ from software_gpu.runtime.library import software_cuda
 _CALLBACK: Final = ctypes.CFUNCTYPE(None, ctypes.c_long)
 # Those that allocate, look at a tensor from the side, or copy between host and device by the runtime's own calls.
 _OWN: Final = (
-    "empty empty_strided resize_ _copy_from set_ record_stream is_pinned _pin_memory view as_strided alias "
-    "_reshape_alias unfold _local_scalar_dense copy_ is_set_to"
-).split()
+    *("empty", "empty_strided", "resize_", "set_", "record_stream", "is_pinned", "_pin_memory", "is_set_to"),
+    *("view", "as_strided", "alias", "_reshape_alias", "unfold", "copy_", "_copy_from", "_local_scalar_dense"),
+)
 
 
 def install() -> None:
@@ -53,7 +54,9 @@ def _run(number: int) -> None:
 
 def _implementation(op: Any) -> Callable[..., Any]:
     returns = op._schema.returns
-    writes = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    writes = [
+        argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     names = [argument.name for argument in op._schema.arguments]
 

@@ -18,9 +18,12 @@ pytestmark = [
 ]
 
 
+HEAD = {"head_dim": 16}  # the kernels' least
+
+
 @pytest.mark.parametrize("samplings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_two_gpus_give_the_tokens_of_one_rank_on_a_cpu(tmp_path: Path, samplings: list) -> None:
-    make_zlab_pair(tmp_path)
+    make_zlab_pair(tmp_path, draft=HEAD, **HEAD)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one, opened(engines[1], device="cuda") as two:
         expected, _ = trace(one, samplings, num_draft_tokens=(3,))
@@ -30,7 +33,7 @@ def test_two_gpus_give_the_tokens_of_one_rank_on_a_cpu(tmp_path: Path, samplings
 
 
 def test_a_killed_worker_does_not_leave_the_other_gpu_waiting(tmp_path: Path) -> None:
-    make_zlab_pair(tmp_path)
+    make_zlab_pair(tmp_path, draft=HEAD, **HEAD)
     with opened(build(tmp_path, tp_size=2), device="cuda") as two:
         trace(two, GREEDY, num_draft_tokens=(3,))
         os.kill(two.worker_process_ids[0], signal.SIGKILL)
