@@ -33,6 +33,12 @@ Handler from_integer(Type type, bool is_in_64_bits) {
     }
 }
 
+// A register wider than the type holds it extended: PTX ISA, "Operand Size Exceeding Instruction-Type Size".
+constexpr auto kSigned8 = [](auto a) { return static_cast<int16_t>(static_cast<int8_t>(a)); };
+Handler narrowed_signed(Type from) {
+    return from.bits == 32 ? map<int16_t, kSigned8, uint32_t> : from.bits == 16 ? map<int16_t, kSigned8, uint16_t> : nullptr;
+}
+
 bool is_float(Type type) { return type.kind == 'f' || type.kind == 'g'; }
 
 double number(uint64_t bits, Type type) {
@@ -215,13 +221,12 @@ void decode_cvt(Decoder& decoder) {
         if (decoder.has("sat")) decoder.refuse();
         const bool is_signed = to.kind == 's';
         switch (to.bits) {
-            case 8: instruction.run = from_integer<uint8_t>(from, is_in_64_bits); break;
+            case 8: instruction.run = is_signed ? narrowed_signed(from) : from_integer<uint8_t>(from, is_in_64_bits); break;
             case 16: instruction.run = is_signed ? from_integer<int16_t>(from, is_in_64_bits) : from_integer<uint16_t>(from, is_in_64_bits); break;
             case 32: instruction.run = is_signed ? from_integer<int32_t>(from, is_in_64_bits) : from_integer<uint32_t>(from, is_in_64_bits); break;
             default: instruction.run = is_signed ? from_integer<int64_t>(from, is_in_64_bits) : from_integer<uint64_t>(from, is_in_64_bits);
         }
-        // A register wider than the type holds it extended.
-        if (to.bits == 8 && to.kind == 's') decoder.refuse();
+        if (!instruction.run) decoder.refuse();
         return;
     }
     for (const char* rounding : {"rm", "rp", "rs"})

@@ -1,6 +1,5 @@
 // PTX ISA, "Data Movement": ld, st, atom, red, cp.async. Global memory is the process's own.
 #include <algorithm>
-#include <mutex>
 
 #include "decode.h"
 #include "numbers.h"
@@ -153,9 +152,7 @@ void decode_st(Decoder& decoder) {
     instruction.run = is_shared(decoder) ? store<true> : store<false>;
 }
 
-// ---- atomics. Launches on several threads stand for several GPUs: one lock for all of them.
-
-std::mutex atomics;
+// ---- atomics
 
 enum AtomicKind { kAtomicAdd, kAtomicMin, kAtomicMax, kAtomicAnd, kAtomicOr, kAtomicXor, kAtomicExchange, kAtomicCompare, kAtomicIncrement };
 
@@ -190,26 +187,36 @@ uint64_t combined(int64_t kind, Type type, uint64_t old, uint64_t value, uint64_
     }
 }
 
+// Global memory is shared with other threads and processes, which stand for other GPUs.
+template <class T, class F>
+uint64_t update(uint64_t address, F changed) {
+    T* at = reinterpret_cast<T*>(address);
+    T old = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(at, &old, static_cast<T>(changed(old)), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return old;
+}
+
 // from: address, value [, other]. to: nothing for red. n: bytes, shared, kind of operation, type's kind, packed.
 void atomic(Warp& warp, const Instruction& instruction, Mask active) {
     const int bytes = static_cast<int>(instruction.n[0]);
     const Type type{static_cast<char>(instruction.n[3]), static_cast<int>(instruction.n[5]), static_cast<int>(instruction.n[4])};
     const uint64_t mask = bytes == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * bytes) - 1;
-    const std::lock_guard lock(atomics);
     for (int lane = 0; lane < kLanes; ++lane) {
         if (!(active >> lane & 1)) continue;
         const uint64_t address = address_of(warp, instruction, instruction.from[0], lane);
-        uint64_t old = 0;
-        if (instruction.n[1]) warp.block.read_shared(warp, address, &old, bytes);
-        else {
-            warp.block.launch.memory.check(address, bytes);
-            std::memcpy(&old, reinterpret_cast<const void*>(address), bytes);
-        }
         const uint64_t value = raw(warp, instruction.from[1], lane) & mask;
         const uint64_t other = instruction.from.size() > 2 ? raw(warp, instruction.from[2], lane) & mask : 0;
-        const uint64_t changed = combined(instruction.n[2], type, old, value, other) & mask;
-        if (instruction.n[1]) warp.block.write_shared(warp, address, &changed, bytes);
-        else std::memcpy(reinterpret_cast<void*>(address), &changed, bytes);
+        const auto changed = [&](uint64_t old) { return combined(instruction.n[2], type, old, value, other) & mask; };
+        uint64_t old = 0;
+        if (instruction.n[1]) {
+            warp.block.read_shared(warp, address, &old, bytes);
+            const uint64_t result = changed(old);
+            warp.block.write_shared(warp, address, &result, bytes);
+        } else {
+            warp.block.launch.memory.check(address, bytes);
+            old = bytes == 8 ? update<uint64_t>(address, changed) : bytes == 4 ? update<uint32_t>(address, changed) : update<uint16_t>(address, changed);
+        }
         if (!instruction.to.empty()) put_raw(warp, instruction.to[0], lane, old);
     }
 }
