@@ -1,16 +1,15 @@
 """What every test needs to stand on.
 
-Kernels run natively where there is a CUDA GPU, and under Triton's interpreter otherwise. The variable must be set
-before anything imports Triton; tests that compile ahead of time start a process without it.
+Kernels run natively where there is a CUDA GPU, and otherwise as kernels_on.py says. It must be set up before anything
+imports Triton; tests that compile ahead of time start a process without it.
 """
-
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels_on import set_up_kernels
+
+set_up_kernels()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,9 +1,22 @@
+from fnmatch import fnmatch
+
 import pytest
 import torch
 
 from tests.kernels.exact_fp8 import convert_exactly
 from tests.kernels.exact_scaled_dot import scales_exactly
+from tests.kernels.not_on_ptx import NOT_ON_PTX
 from tests.kernels.rows_alike import dot_by_shape
+from tests.kernels_on import KERNELS_ON
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if KERNELS_ON != "ptx":
+        return
+    for item in items:
+        for pattern, reason in NOT_ON_PTX.items():
+            if fnmatch(item.nodeid, f"tests/kernels/{pattern}"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +26,8 @@ def device() -> torch.device:
 
 @pytest.fixture
 def exact_fp8(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """See exact_fp8.py; real hardware needs no help."""
-    if device.type == "cuda":
+    """See exact_fp8.py; compiled kernels need no help."""
+    if KERNELS_ON != "interpreter":
         return
     from triton.runtime import interpreter
 
@@ -24,7 +37,7 @@ def exact_fp8(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def exact_codes(exact_fp8: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 and NVFP4; see exact_scaled_dot.py."""
-    if device.type == "cuda":
+    if KERNELS_ON != "interpreter":
         return
     from triton.runtime import interpreter
 
@@ -33,8 +46,8 @@ def exact_codes(exact_fp8: None, device: torch.device, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def rows_alike(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """See rows_alike.py; real hardware needs no help."""
-    if device.type == "cuda":
+    """See rows_alike.py; compiled kernels need no help."""
+    if KERNELS_ON != "interpreter":
         return
     from triton.runtime.interpreter import InterpreterBuilder
 

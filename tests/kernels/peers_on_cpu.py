@@ -11,6 +11,7 @@ import torch
 
 from dflash_trt.backends.cuda.peers import MAX_BYTES, flag_bytes, peer_buffers
 from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
+from tests.kernels_on import set_up_kernels
 
 HIDDEN = 96
 ROWS = (3, 1, 4, 4, 2)  # of the sums, one after the other
@@ -52,4 +53,5 @@ def start(rank: int, num_ranks: int, path: Path) -> subprocess.Popen[bytes]:
 
 
 if __name__ == "__main__":
+    set_up_kernels()
     torch.save(run(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])), f"{sys.argv[3]}.{sys.argv[1]}")

@@ -20,6 +20,7 @@ from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.engine_dir import EngineDir
 from tests.executor.rank_engines import KV_CACHE_BYTES, skipping
 from tests.kernels.peers_on_cpu import map_peers
+from tests.kernels_on import set_up_kernels
 from tests.traces import GREEDY, PROMPTS, Steps, trace
 
 REQUESTS: dict[str, Any] = {"samplings": GREEDY[:1], "num_draft_tokens": (3,), "num_new": 2, "chunk": 7}
@@ -66,4 +67,5 @@ def prefix_hit(executor: Any) -> Steps:
 
 
 if __name__ == "__main__":
+    set_up_kernels()
     run_rank(1, *map(Path, sys.argv[1:]))

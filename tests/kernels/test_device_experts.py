@@ -72,4 +72,4 @@ def test_prepared_experts_compute_what_the_reference_backend_computes(format_nam
 
     assert error() < tolerance
     prepared.down.codes[:, :20].view(torch.uint8).bitwise_xor_(0x22)  # the negative control
-    assert error() > 3 * CODE_TOLERANCE
+    assert not error() <= 3 * CODE_TOLERANCE  # or NaN

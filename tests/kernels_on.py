@@ -1,0 +1,36 @@
+"""What executes kernels in this process and its children, by the variable KERNELS_ON.
+
+    interpreter           Triton's interpreter, unless told
+    ptx[+races][+early]   what Triton compiles for SM90, executed by software_gpu: with a search for races, and with
+                          asynchronous work done at once, not at the last moment that waits allow
+
+A machine with a CUDA GPU runs kernels on it, whatever the variable says.
+"""
+
+import os
+from typing import Final
+
+import torch
+
+_OPTIONS: Final = {"interpreter": frozenset[str](), "ptx": frozenset({"races", "early"})}
+
+
+def _chosen() -> tuple[str, frozenset[str]]:
+    written = os.environ.get("KERNELS_ON", "interpreter")
+    name, *options = written.split("+")
+    if name not in _OPTIONS or not _OPTIONS[name].issuperset(options):
+        raise ValueError(f"KERNELS_ON: expected interpreter or ptx[+races][+early], found {written!r}.")
+    return ("gpu" if torch.cuda.is_available() else name), frozenset(options)
+
+
+KERNELS_ON, _CHOSEN_OPTIONS = _chosen()
+
+
+def set_up_kernels() -> None:
+    """Before Triton is imported; in a child process, before a kernel is launched."""
+    if KERNELS_ON == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif KERNELS_ON == "ptx":
+        from software_gpu.triton_driver import install
+
+        install(is_late="early" not in _CHOSEN_OPTIONS, finds_races="races" in _CHOSEN_OPTIONS)
