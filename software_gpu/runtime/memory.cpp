@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -43,11 +44,18 @@ void protect(uintptr_t begin, const Block& block) {
 
 struct sigaction previous;
 
+using SetAction = int (*)(int, const struct sigaction*, struct sigaction*);
+
+SetAction system_sigaction() {
+    static const auto found = reinterpret_cast<SetAction>(dlsym(RTLD_NEXT, "sigaction"));
+    return found;
+}
+
 void on_fault(int, siginfo_t* info, void* context) {
     uintptr_t begin;
     Block* block = block_at(info->si_addr, &begin);
     if (!block || !block->is_pinned || !(block->num_reads || block->num_writes)) {
-        sigaction(SIGSEGV, &previous, nullptr);  // and fault again
+        system_sigaction()(SIGSEGV, &previous, nullptr);  // and fault again
         return;
     }
     const bool is_write = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & kWriteFault;
@@ -59,7 +67,7 @@ __attribute__((constructor)) void watch_faults() {
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
-    sigaction(SIGSEGV, &action, &previous);
+    system_sigaction()(SIGSEGV, &action, &previous);
 }
 
 cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool waits) {
@@ -121,6 +129,14 @@ std::vector<uint64_t> device_ranges() {
 }  // namespace software_runtime
 
 using namespace software_runtime;
+
+// Who watches faults later (Python's faulthandler) gets those that are not of a copy.
+CUDA_API int sigaction(int signal, const struct sigaction* action, struct sigaction* old) noexcept {
+    if (signal != SIGSEGV) return system_sigaction()(signal, action, old);
+    if (old) *old = previous;
+    if (action) previous = *action;
+    return 0;
+}
 
 CUDA_API cudaError_t cudaMalloc(void** address, size_t bytes) {
     Lock lock;

@@ -66,7 +66,11 @@ void problem(const std::string& what) {
     problems().push_back(what);
     std::fprintf(stderr, "software GPU: %s\n", what.c_str());
     std::fflush(stderr);
-    if (holds_python()) of_python<int (*)(const char*)>("PyRun_SimpleString")("import traceback; traceback.print_stack(limit=8)");
+    static const auto is_running = of_python<int (*)()>("Py_IsInitialized");
+    if (!is_running || !is_running()) return;
+    const int state = of_python<int (*)()>("PyGILState_Ensure")();  // an operator has let go of it
+    of_python<int (*)(const char*)>("PyRun_SimpleString")("import traceback; traceback.print_stack(limit=8)");
+    of_python<void (*)(int)>("PyGILState_Release")(state);
 }
 
 cudaError_t fail(cudaError_t error) {
