@@ -163,7 +163,10 @@ CUDA_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int num_ranks, ncc
 CUDA_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* out, int num_ranks, int rank, int, ncclUniqueId* ids, ncclConfig_t*) { return join(out, num_ranks, ids[0], rank); }
 CUDA_API ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
 CUDA_API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-CUDA_API ncclResult_t ncclCommAbort(ncclComm_t communicator) { reinterpret_cast<Communicator*>(communicator)->error = ncclInProgress; return ncclSuccess; }
+CUDA_API ncclResult_t ncclCommAbort(ncclComm_t communicator) {
+    if (communicator) reinterpret_cast<Communicator*>(communicator)->error = ncclInProgress;
+    return ncclSuccess;
+}
 CUDA_API ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) { *error = reinterpret_cast<Communicator*>(communicator)->error; return ncclSuccess; }
 CUDA_API ncclResult_t ncclCommCount(ncclComm_t communicator, int* num_ranks) { *num_ranks = reinterpret_cast<Communicator*>(communicator)->num_ranks; return ncclSuccess; }
 CUDA_API ncclResult_t ncclCommUserRank(ncclComm_t communicator, int* rank) { *rank = reinterpret_cast<Communicator*>(communicator)->rank; return ncclSuccess; }
