@@ -85,6 +85,7 @@ class PtxKernel:
     def __init__(self, ptx: str, entry: str) -> None:
         """Raises PtxError for an instruction that is not implemented."""
         error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.ptx, self.entry = ptx, entry
         self._library = load_library()
         self._loaded = self._library.software_gpu_load(ptx.encode(), entry.encode(), error, _ERROR_BYTES)
         if not self._loaded:
