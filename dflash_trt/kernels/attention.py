@@ -73,6 +73,7 @@ def absorb_stored(
     in_run = tl.arange(0, PAGE_RUN)[None, :]
     runs = tl.arange(0, num_runs) * PAGE_RUN
     row_size = kv_heads * HEAD_DIM
+    alignment: tl.constexpr = HEAD_DIM & -HEAD_DIM  # of a row: its largest power of 2
     page_size = 1 << page_shift
     # Inside a page 32 bits are enough.
     pages += kv_head * HEAD_DIM
@@ -86,8 +87,8 @@ def absorb_stored(
         next_run = block_start(block + 1, begin, num_left, right_begin, KEY_BLOCK, IS_MASKED) + runs
         next_page = tl.load(page_rows + (next_run >> page_shift), mask=next_run < key_end, other=0)
         first = page * (2 * page_size * row_size) + (run & (page_size - 1)) * row_size
-        # Triton before 3.8 loses divisibility in a reshape, and would load two bytes at a time. HEAD_DIM % 16 == 0.
-        slot = tl.multiple_of(tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK]), 16)
+        # Triton before 3.8 loses divisibility in a reshape, and a hint there too: it would load two bytes at a time.
+        slot = tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK]) // alignment * alignment
         k_rows = pages + slot[:, None] + dim[None, :]
         v_rows = pages + slot[:, None] + v_dim[None, :] + page_size * row_size
         if IS_MASKED:
