@@ -93,23 +93,15 @@ def _run_now(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Between devices, or of another type."""
+    """On a device, or between it and the host; of another type or layout through a dense copy, which waits."""
     if to.is_cuda and source.is_cuda:
         _submit(torch.ops.aten.copy_.default, (to, source), {}, [])
-        return to
-    on_device = to if to.is_cuda else source
-    if to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and to.shape == source.shape:
+    elif to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and to.shape == source.shape:
         _transfer(to, source, is_blocking=not non_blocking)
-    elif to.is_cuda:
-        staged = torch.empty(to.shape, dtype=to.dtype, device=to.device)
-        _transfer(staged, source.to(to.dtype).expand(to.shape).contiguous(), is_blocking=True)
-        to.copy_(staged)
     else:
-        dense = source.contiguous() if source.dtype == to.dtype else source.to(to.dtype).contiguous()
-        landed = torch.empty(to.shape, dtype=to.dtype)
-        _transfer(landed, dense.expand(to.shape).contiguous(), is_blocking=True)
-        torch.ops.aten.copy_.default(to, landed)
-    assert on_device.is_cuda
+        dense = torch.empty(to.shape, dtype=to.dtype, device=to.device)
+        _transfer(dense, source.to(to.dtype).expand(to.shape).contiguous(), is_blocking=True)
+        to.copy_(dense)
     return to
 
 
@@ -133,13 +125,16 @@ def _submit(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seque
     """Addresses are kept, and no tensors: the memory may be given to somebody else behind this in the stream."""
     call_args, call_kwargs = tree_map(_on_host, (args, kwargs))
     hosts = [_on_host(output) for output in outputs]
+    runs_again = torch.cuda.is_current_stream_capturing()
+    number = next(_numbers)
 
     def compute() -> None:
+        if not runs_again:
+            del _submitted[number]
         found = op(*tree_map(_opened, call_args), **tree_map(_opened, call_kwargs))
         for host, value in zip(hosts, found if isinstance(found, tuple | list) else [found], strict=False):
             torch.ops.aten.copy_.default(_opened(host), value)
 
-    number = next(_numbers)
     _submitted[number] = compute
     stream = torch.cuda.current_stream().cuda_stream
     software_cuda().library.software_gpu_submit(stream, str(op).encode(), _run, number)
