@@ -19,7 +19,6 @@ ALLOWED: Final = {
     "*_kernel": "launched by name, from the tables of grids",
     "__getattr__": "Python, for names that are imported when they are asked for",
     "open_peers": "sums of ranks over peers' memory: no engine uses them yet",
-    "num_graphs": "observed by tests",
     "num_snapshots_in_use": "observed by tests",
     "num_waiting": "observed by tests",
     "num_window_pages_in_use": "observed by tests",

@@ -1,13 +1,15 @@
-"""One visit to a GPU machine, in five parts of under 10 minutes each; a case that fails costs itself alone.
+"""One visit to a GPU machine, in six parts of under 10 minutes each; a case that fails costs itself alone.
 
 1 native kernels and steps against their references (tests/gpu, tests/kernels), 2 kernel times against floors and
-PyTorch, 3 times of decode steps, 4 a profile and the waits of a step, 5 A/B of open choices. Every case is written to
-results.jsonl when it ends, and results.md holds the tables. Needs torch with CUDA, triton and numpy; --wheels names a
-directory with the rest, which --fetch-wheels fills where there is a package index.
+PyTorch, 3 times of decode steps, 4 a profile and the waits of a step, 5 A/B of open choices, 6 engines of the demo
+pair against the CPU. Every case is written to results.jsonl when it ends, and results.md holds the tables. Needs torch
+with CUDA, triton and numpy; --wheels names a directory with the rest, which --fetch-wheels fills where there is a
+package index.
 """
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_visit_parts import supervisor, wheels  # noqa: E402
 from gpu_visit_parts.results import Results  # noqa: E402
 
-PARTS = {1: "native kernels", 2: "kernel times", 3: "steps", 4: "profile", 5: "choices"}
+PARTS = {1: "native kernels", 2: "kernel times", 3: "steps", 4: "profile", 5: "choices", 6: "engines"}
 
 
 def main() -> int:
@@ -51,7 +53,7 @@ def _supervise(options: argparse.Namespace) -> int:
     os.environ["PYTHONUNBUFFERED"] = "1"
     for part in options.part:
         print(f"== part {part}: {PARTS[part]}", flush=True)
-        command = [sys.executable, __file__, "--child", str(part), "--out", str(options.out)]
+        command = [sys.executable, __file__, "--child", str(part), "--out", str(options.out), "--case", options.case]
         command += ["--dry-run"] if options.dry_run else []
         deadline_s = time.monotonic() + options.max_seconds
         supervisor.run_part(part, command, results, deadline_s=deadline_s)
@@ -62,7 +64,9 @@ def _supervise(options: argparse.Namespace) -> int:
 
 def _run_child(part: int, options: argparse.Namespace) -> int:
     """The cases of a part that have no result yet; `supervisor.run_part` reads the exit code."""
-    if options.dry_run:
+    import torch
+
+    if options.dry_run and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     results = Results(options.out)
     from gpu_visit_parts.setting import SETTING
@@ -73,14 +77,14 @@ def _run_child(part: int, options: argparse.Namespace) -> int:
         from gpu_visit_parts import native_tests
 
         return native_tests.run(part, results)
-    return _run_cases(part, results, options.out)
+    return _run_cases(part, results, options)
 
 
-def _run_cases(part: int, results: Results, directory: Path) -> int:
+def _run_cases(part: int, results: Results, options: argparse.Namespace) -> int:
     import torch
     from gpu_visit_parts.setting import LeftOutError, context_is_broken
 
-    cases = list(_cases(part, directory))
+    cases = [case for case in _cases(part, options.out) if re.search(options.case, case.name)]
     supervisor.has_started(part, results)
     done = results.done(part)
     for case in cases:
@@ -116,6 +120,10 @@ def _cases(part, directory):
         from gpu_visit_parts import profile
 
         return profile.cases(directory)
+    if part == 6:
+        from gpu_visit_parts import engines
+
+        return engines.cases()
     from gpu_visit_parts import choices
 
     return choices.cases()
@@ -139,6 +147,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: run what failed again")
     parser.add_argument("--max-seconds", type=float, default=540.0, help="of each part")
+    parser.add_argument(
+        "--case", default="", metavar="REGEX", help="of parts 2 to 6, only cases whose name has a match"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
     parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack, or to fill (build/gpu_wheels)")
     site = Path(tempfile.gettempdir()) / "gpu_visit_site"

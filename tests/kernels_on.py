@@ -8,7 +8,8 @@ A machine with a CUDA GPU runs kernels on it, whatever the variable says.
 """
 
 import os
-from typing import Final
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -24,6 +25,21 @@ def _chosen() -> tuple[str, frozenset[str]]:
 
 
 KERNELS_ON, _CHOSEN_OPTIONS = _chosen()
+DEVICE: Final = torch.device("cuda" if KERNELS_ON == "gpu" else "cpu")
+
+_Value = TypeVar("_Value")
+
+
+def moved(value: _Value, device: torch.device = DEVICE) -> _Value:
+    """The same with every tensor of a dataclass, a tuple or a list on the device."""
+    found: Any = value
+    if isinstance(value, torch.Tensor):
+        found = value.to(device)
+    elif isinstance(value, tuple | list):
+        found = type(value)(moved(item, device) for item in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return found
 
 
 def set_up_kernels() -> None:

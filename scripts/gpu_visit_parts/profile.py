@@ -1,6 +1,7 @@
 """One decode step under PyTorch's profiler: what the host asked of CUDA, and where the device's time went."""
 
 import collections
+import itertools
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import GraphCache, waits_raise
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import StepBatch, plan_of, run_batch
-from gpu_visit_parts.models import draft_spec, target_spec
+from gpu_visit_parts.models import target_spec
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
 from gpu_visit_parts.steps import decode_batch, open_executor
@@ -24,31 +25,28 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def cases(directory: Path) -> Iterator[Case]:
     model, context = ("tiny", 20) if SETTING.is_dry_run else ("qwen3-8b", 1024)
-    for weights in ("bf16", "fp8"):
-        yield Case(name=f"{weights}: enqueueing waits for nothing", run=partial(_hidden_waits, model, weights, context))
-        yield Case(name=f"{weights}: profile", run=partial(_profile, model, weights, context, directory))
-
-
-def _num_requests() -> int:
-    return 1 if SETTING.is_dry_run else 4
+    for weights, num_requests in itertools.product(("bf16", "fp8"), (1,) if SETTING.is_dry_run else (4, 64)):
+        name, step = f"{weights}, {num_requests} requests", (model, weights, context, num_requests)
+        yield Case(name=f"{name}: enqueueing waits for nothing", run=partial(_hidden_waits, *step))
+        yield Case(name=f"{name}: profile", run=partial(_profile, *step, directory))
 
 
 def _num_steps() -> int:
     return 1 if SETTING.is_dry_run else 4
 
 
-def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, StepBatch]:
+def _step(model: str, weights: str, context: int, num_requests: int) -> tuple[TorchGpuExecutor, StepBatch]:
     target = target_spec(model)
-    executor = open_executor((model, weights, context, _num_requests(), False))
-    num_drafts = 1 if SETTING.is_dry_run else draft_spec(model, target).max_draft_len
-    batch = decode_batch(_num_requests(), num_drafts, context, vocab_size=target.vocab_size)
+    executor = open_executor((model, weights, context, num_requests, False))
+    num_drafts = 1 if SETTING.is_dry_run else 7
+    batch = decode_batch(num_requests, num_drafts, context, vocab_size=target.vocab_size)
     executor.warm_up([step_shape(plan_of(batch), executor.limits)])
     return executor, batch
 
 
-def _hidden_waits(model: str, weights: str, context: int) -> Tables:
+def _hidden_waits(model: str, weights: str, context: int, num_requests: int) -> Tables:
     """PyTorch raises on every operation of its own that would wait for the device while a step is enqueued."""
-    executor, batch = _step(model, weights, context)
+    executor, batch = _step(model, weights, context, num_requests)
     graphs, executor.graphs = executor.graphs, GraphCache(None)  # launch by launch, not a replay
     try:
         executor.wait()
@@ -60,27 +58,29 @@ def _hidden_waits(model: str, weights: str, context: int) -> Tables:
         executor.wait()
     finally:
         executor.graphs = graphs
-    return {"waits of PyTorch while a step is enqueued": [{"weights": weights, "found": "none"}]}
+    return {
+        "waits of PyTorch while a step is enqueued": [{"weights": weights, "requests": num_requests, "found": "none"}]
+    }
 
 
-def _profile(model: str, weights: str, context: int, directory: Path) -> Tables:
-    executor, batch = _step(model, weights, context)
+def _profile(model: str, weights: str, context: int, num_requests: int, directory: Path) -> Tables:
+    executor, batch = _step(model, weights, context, num_requests)
+    step = {"weights": weights, "requests": num_requests}
     with torch.profiler.profile(activities=_activities()) as profiler:
         for _ in range(_num_steps()):
             run_batch(executor, batch)
-    profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}.json.gz"))
+    profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}-{num_requests}.json.gz"))
     events = profiler.events()
     on_host = (event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU)
     calls = collections.Counter(name for name in on_host if name.startswith("cu"))  # CUDA's runtime and driver
     # The profiler itself waits once, when it stops; what a step does, it does in every step.
     waits = {name: calls[name] / _num_steps() for name in WAITS if calls[name] >= _num_steps()}
     only_results = waits == {"cudaEventSynchronize": 1.0}
-    kernels = _kernels(events, weights)
+    kernels = [step | row for row in _kernels(events)]
     return {
-        "waits of a step": [{"weights": weights, "found": str(waits), "only_the_wait_for_results": str(only_results)}],
+        "waits of a step": [step | {"found": str(waits), "only_the_wait_for_results": str(only_results)}],
         "host calls of a step": [
-            {"weights": weights, "call": name, "per_step": count / _num_steps()}
-            for name, count in sorted(calls.items())
+            step | {"call": name, "per_step": count / _num_steps()} for name, count in sorted(calls.items())
         ],
         "device time of a step": kernels,
     }
@@ -91,7 +91,7 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
     return [activity.CPU] + ([activity.CUDA] if SETTING.device.type == "cuda" else [])
 
 
-def _kernels(events: Any, weights: str) -> list[Row]:
+def _kernels(events: Any) -> list[Row]:
     """The 25 that take the longest, and all of them together."""
     times: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
@@ -100,9 +100,9 @@ def _kernels(events: Any, weights: str) -> list[Row]:
             times[event.name] += event.device_time
             counts[event.name] += 1
     total = sum(times.values())
-    rows: list[Row] = [{"weights": weights, "kernel": "all", "launches": counts.total(), "us_per_step": total}]
+    rows: list[Row] = [{"kernel": "all", "launches": counts.total(), "us_per_step": total}]
     rows += [
-        {"weights": weights, "kernel": name[:90], "launches": counts[name], "us_per_step": took_us}
+        {"kernel": name[:90], "launches": counts[name], "us_per_step": took_us}
         for name, took_us in times.most_common(25)
     ]
     for row in rows:

@@ -9,10 +9,16 @@ from functools import partial
 
 import torch
 
+from dflash_trt import SamplingParams
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.backends.padding import step_shape
+from dflash_trt.backends.padding import step_shape, warm_shapes
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
+from dflash_trt.core.request import Request
 from dflash_trt.network.state import RecurrentCache
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
 from gpu_visit_parts.models import (
     draft_spec,
     kv_bytes,
@@ -43,7 +49,19 @@ def cases() -> Iterator[Case]:
         lens = draft_lens[::2] if is_deterministic else draft_lens
         for engine, num_requests, length in itertools.product(engines, batch_sizes, lens):
             yield _case((*engine, batch_sizes[-1], is_deterministic), num_requests, length)
+    yield from _loop_cases()
     yield from _hybrid_cases()
+
+
+def _loop_cases() -> Iterator[Case]:
+    """Steps as the engine runs them: planned, chained and read by the host beside the device."""
+    if SETTING.is_dry_run:
+        engine, batch_sizes, lens = ("tiny", "fp8", 20, 2, False), (2,), (2,)
+    else:
+        engine, batch_sizes, lens = ("qwen3-8b", "fp8", 1024, 64, False), (1, 16, 64), (0, 7)
+    for num_requests, num_drafts in itertools.product(batch_sizes, lens):
+        name = f"{engine[0]} {engine[1]}, the loop of {num_requests} requests, {num_drafts} drafts"
+        yield Case(name=name, run=partial(_measured_loop, engine, num_requests, num_drafts))
 
 
 def _hybrid_cases() -> Iterator[Case]:
@@ -86,6 +104,37 @@ def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
     row = {"model": model, "weights": weights, "context": context, "requests": num_requests, "drafts": num_drafts}
     row |= {"deterministic": str(is_deterministic), "rows_per_s": 1e3 * num_rows / times["device_ms"]}
     return {"steps": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
+
+
+def _measured_loop(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
+    """Random weights accept no draft, so that every step has all requests and gives each a token."""
+    executor = open_executor(engine)
+    started_s = time.perf_counter()
+    executor.warm_up(warm_shapes(executor.limits, (num_drafts,)))
+    warm_up_s = time.perf_counter() - started_s
+    scheduler = Scheduler(executor.limits, SchedulerConfig(), FixedDraftLength(num_drafts))
+    loop = EngineLoop(executor, scheduler, overlaps=True)
+    num_steps = 2 if SETTING.is_dry_run else 64
+    sampling = SamplingParams(max_new_tokens=8 * num_steps, ignore_eos=True)
+    prompts = [tuple(range(1 + i, (4 if SETTING.is_dry_run else 32) + i)) for i in range(num_requests)]
+    streams = [  # a stream that nobody holds is cancelled
+        loop.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+    for _ in range(2 + num_steps // 2):
+        loop.step()
+    executor.wait()
+    walls = []
+    for _ in range(num_steps):
+        started_s = time.perf_counter()
+        has_run = loop.step()
+        walls.append(1e3 * (time.perf_counter() - started_s))
+    if not has_run:
+        raise RuntimeError(f"{len(streams)} requests ended before the loop was measured")
+    loop.close()
+    row = {"model": engine[0], "weights": engine[1], "requests": num_requests, "drafts": num_drafts}
+    row |= {"loop_step_ms": statistics.median(walls), "longest_ms": max(walls)}
+    return {"loops": [row | {"warm_up_s": warm_up_s, "graphs": executor.graphs.num_graphs}]}
 
 
 def _measured_prompt(engine: _Engine, length: int) -> Tables:

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 # What the parts import beyond torch, triton and numpy, which must be there.
-PACKAGES = ("pydantic>=2.9,<3", "transformers>=4.57,<5.15", "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120")
+PACKAGES = (
+    *("pydantic>=2.9,<3", "transformers>=4.57,<5.15", "llguidance>=1.9,<2", "jinja2>=3.1,<4", "psutil>=5.9.8,<8"),
+    *("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120"),
+)
 _NOT_CARRIED = ("numpy",)  # large, and torch has brought it along
-_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 17)), "manylinux2014_x86_64")
 
 
 def fetch(directory: Path, *, python_version: str) -> int:

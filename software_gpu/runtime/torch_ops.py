@@ -59,8 +59,10 @@ def _implementation(op: Any) -> Callable[..., Any]:
     ]
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     names = [argument.name for argument in op._schema.arguments]
+    are_tensors = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(_as_tensor(x) if is_tensor else x for x, is_tensor in zip(args, are_tensors, strict=False))
         given = dict(zip(names, args, strict=False)) | kwargs
         if writes:
             results = [given[name] for name in writes]
@@ -73,7 +75,7 @@ def _implementation(op: Any) -> Callable[..., Any]:
         else:
             try:
                 meta = op(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-            except NotImplementedError:  # its sizes depend on contents
+            except (NotImplementedError, RuntimeError):  # its sizes depend on contents, or the arguments are wrong
                 return _run_now(op, args, kwargs)
             outputs = [_empty_like(item) for item in (meta if isinstance(meta, tuple | list) else [meta])]
             results = outputs
@@ -83,6 +85,11 @@ def _implementation(op: Any) -> Callable[..., Any]:
         return results[0] if len(returns) == 1 and len(results) == 1 else tuple(results)
 
     return run
+
+
+def _as_tensor(value: Any) -> Any:
+    """PyTorch 2.11 gives an operator of two tensors a wrapped number as a number of Python."""
+    return torch.tensor(value) if isinstance(value, int | float) else value
 
 
 def _run_now(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

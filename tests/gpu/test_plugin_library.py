@@ -1,5 +1,6 @@
 """The plugin library's compiled kernels on a GPU, through its C interface, against PyTorch."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ pytestmark = [
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 SPOILT = 0.2
 FP8 = torch.float8_e4m3fn
-KERNELS = ("--head-dims", "64,128", "--softcaps", "without,with")
+KERNELS = ("--head-dims", "64,128", "--softcaps", "without,with", "--chains", "without,with")
 LARGE = StepCase(
     num_tokens=(8,) * 30 + (300, 8),
     context_lens=tuple(37 * r % 900 for r in range(32)),
@@ -46,6 +47,9 @@ GPU_CASES = {name: replace(case, head_dim=64) for name, case in CASES.items()} |
 
 @pytest.fixture(scope="module")
 def library() -> PluginLibrary:
+    """Compiled here, or elsewhere, and named by the variable: compiling takes minutes of a machine."""
+    if named := os.environ.get("DFLASH_TRT_TEST_LIBRARY"):
+        return PluginLibrary(Path(named))
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + ("a" if major >= 9 else "")
     out = Path(__file__).parents[2] / "build" / "test_plugins_gpu"
@@ -130,7 +134,7 @@ def test_a_node_over_latents_gives_what_pytorch_gives(library: PluginLibrary, na
 def test_a_changed_input_is_noticed(library: PluginLibrary, node: str) -> None:
     call = Call(node, GPU_CASES["verify"])
     expected = call.expected()
-    name = {"AttendPages": "k"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
+    name = {"AttendPages": "k", "PreviousRows": "x"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
     call.inputs[name][0] = call.inputs[name][0].flip(-1)
     assert difference(call.run(library), expected) > SPOILT
 

@@ -10,18 +10,24 @@ from torch import Tensor
 from dflash_trt.kernels import attention_launch, attention_plan
 from dflash_trt.kernels.attention_launch import AttentionOptions, allocate_workspace
 from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors
-from tests.kernels import reference_attention
-from tests.kernels.attention_steps import Step, Tensors, make_tensors
+from tests.kernels import attention_steps, reference_attention
+from tests.kernels.attention_steps import Step, Tensors
+from tests.kernels_on import DEVICE, moved
 
 CONTEXT, ROWS, CHUNK = 200, 12, 5  # of the first request, alone in chunks or beside others
 BESIDE = Step(rows=(ROWS, 3, 1), contexts=(CONTEXT, 330, 0))
 SPLIT_LENGTH = 128
+CPU = torch.device("cpu")
 OPTIONS = {
     "all keys": AttentionOptions(),
     "window": AttentionOptions(window=150),
     "a border of chunks among the rows": AttentionOptions(chunk=103),
-    "sinks": AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 4.0])),
+    "sinks": AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 4.0], device=DEVICE)),
 }
+
+
+def make_tensors(step: Step) -> Tensors:
+    return moved(attention_steps.make_tensors(step))
 
 
 def attend(tensors: Tensors, options: AttentionOptions, plans: AttentionPlans | None = None) -> Tensor:
@@ -30,7 +36,7 @@ def attend(tensors: Tensors, options: AttentionOptions, plans: AttentionPlans | 
         tensors.pages,
         tensors.requests,
         options,
-        workspace=torch.empty(1 << 19),
+        workspace=torch.empty(1 << 20, device=DEVICE),
         num_verify_rows=4,
         plans=plans,
     )
@@ -39,8 +45,8 @@ def attend(tensors: Tensors, options: AttentionOptions, plans: AttentionPlans | 
 def chunk(tensors: Tensors, first: int, last: int) -> Tensors:
     """Rows of the first request alone, as the prompt chunk of a step."""
     requests = RequestTensors(
-        token_offsets=torch.tensor([0, last - first], dtype=torch.int32),
-        context_lens=torch.tensor([CONTEXT + first], dtype=torch.int32),
+        token_offsets=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor([CONTEXT + first], dtype=torch.int32, device=DEVICE),
         page_table=tensors.requests.page_table[:1].contiguous(),
     )
     return replace(tensors, q=tensors.q[first:last].contiguous(), requests=requests)
@@ -56,8 +62,8 @@ def test_with_splits_of_a_fixed_length_batch_mates_and_chunks_change_no_bit(opti
     tensors, fixed = make_tensors(BESIDE), replace(options, split_length=SPLIT_LENGTH)
     beside = attend(tensors, fixed)
     assert torch.equal(beside[:ROWS], in_chunks(tensors, fixed))
-    want = reference_attention.attend_pages(tensors.q, tensors.pages, tensors.requests, options)
-    assert float((beside - want).abs().max()) <= 3e-6
+    want = reference_attention.attend_pages(*moved((tensors.q, tensors.pages, tensors.requests, options), CPU))
+    assert float((beside.cpu() - want).abs().max()) <= 3e-6
 
 
 def test_without_a_fixed_length_they_do() -> None:

@@ -11,6 +11,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.network.ops import Linear, StackedExperts
+from tests.kernels_on import moved
 
 HIDDEN, FFN = 128, 64
 MOE = Moe(num_experts=6, num_experts_per_token=2, intermediate_size=FFN, routing="softmax_top_k", normalizes_top_k=True)
@@ -48,8 +49,9 @@ def test_factors_of_experts_are_in_their_weights(format_name: str, first_expert:
     experts = replace(make_experts(format_name), expert_scales=scales, first_expert=first_expert)
     x, logits = torch.randn(7, HIDDEN, generator=generator), torch.randn(7, len(scales), generator=generator)
     expected = run_chosen_experts(x, experts, moe, chosen_experts(logits, moe, scales=scales))
-    found = run_device_experts(x, logits, prepare_device_experts(experts), moe)
-    unscaled = run_device_experts(x, logits, prepare_device_experts(replace(experts, expert_scales=None)), moe)
+    x, logits, experts = moved(x), moved(logits), moved(experts)
+    found = run_device_experts(x, logits, prepare_device_experts(experts), moe).cpu()
+    unscaled = run_device_experts(x, logits, prepare_device_experts(replace(experts, expert_scales=None)), moe).cpu()
     tolerance = CODE_TOLERANCE if weight_formats()[format_name].has_input_scale else TOLERANCE
     assert float((found - expected).abs().max() / expected.abs().max()) < tolerance
     assert float((unscaled - expected).abs().max() / expected.abs().max()) > 2 * CODE_TOLERANCE, "the negative control"
@@ -60,6 +62,7 @@ def test_prepared_experts_compute_what_the_reference_backend_computes(format_nam
     experts, generator = make_experts(format_name), torch.Generator().manual_seed(3)
     x, logits = torch.randn(7, HIDDEN, generator=generator), torch.randn(7, MOE.num_experts, generator=generator)
     expected = run_chosen_experts(x, experts, MOE, chosen_experts(logits, MOE))
+    experts = moved(experts)
     prepared = prepare_device_experts(experts)
     assert isinstance(experts.down.weight, QuantizedWeight)
     assert prepared.down.codes.data_ptr() == experts.down.weight.codes.data_ptr(), "the codes were copied or unpacked"
@@ -67,7 +70,7 @@ def test_prepared_experts_compute_what_the_reference_backend_computes(format_nam
     tolerance = CODE_TOLERANCE if has_input_scale else TOLERANCE
 
     def error() -> float:
-        found = run_device_experts(x, logits, prepared, MOE)
+        found = run_device_experts(moved(x), moved(logits), prepared, MOE).cpu()
         return float((found - expected).abs().max() / expected.abs().max())
 
     assert error() < tolerance

@@ -73,10 +73,13 @@ class Step:
         return tokens.tolist()
 
     def defined(self) -> Proposal[Tensor]:
-        codebooks = Codebooks(predecessor=self.predecessor, successor=self.successor, top_k=self.top_k)
-        inputs: Any = SimpleNamespace(temperature=self.temperature, seed=self.seed, draft_stream=self.stream)
-        acceptance: Any = SimpleNamespace(bonus_tokens=self.bonus, next_context_lens=self.starts)
-        return torch_dflash2.select_tokens(self.logits, self.hidden, codebooks, inputs, acceptance)
+        """On the CPU."""
+        tensors = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        at = SimpleNamespace(**tensors)
+        codebooks = Codebooks(predecessor=at.predecessor, successor=at.successor, top_k=self.top_k)
+        inputs: Any = SimpleNamespace(temperature=at.temperature, seed=at.seed, draft_stream=at.stream)
+        acceptance: Any = SimpleNamespace(bonus_tokens=at.bonus, next_context_lens=at.starts)
+        return torch_dflash2.select_tokens(at.logits, at.hidden, codebooks, inputs, acceptance)
 
     def expected(self) -> list[list[int]]:
         return self.defined().tokens.tolist()
@@ -119,7 +122,7 @@ def test_drafts_apart_and_their_chances_are_those_of_pytorch(
     assert expected.choices is not None and expected.chances is not None
     assert tokens.tolist() == expected.tokens.tolist()
     assert choices.tolist() == expected.choices.tolist()
-    torch.testing.assert_close(chances[2], expected.chances[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(chances[2].cpu(), expected.chances[2], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(chances[2].view(num_slots, top_k).sum(dim=1).cpu(), torch.ones(num_slots))
     assert not chances[:2].any()
     assert tokens[2].tolist() != shared[2] or vocab_size == 63  # the negative control: noise of another stream

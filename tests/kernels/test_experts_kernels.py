@@ -18,8 +18,8 @@ from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
 from dflash_trt.kernels.routing_launch import Router, Routing, new_ticket, route
 from tests.kernels import reference_experts
 from tests.kernels.packed_weights import Weight, make_weight
+from tests.kernels_on import DEVICE, moved
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_EXPERTS, HIDDEN, FFN, NUM_CHOSEN = 5, 160, 96, 2
 TOLERANCE = 2e-6  # of the largest result: float32 sums in another order. Measured in the interpreter: 4e-7
 CODE_TOLERANCE = 0.02  # an activation at the border of two codes may go either way. Measured: 0.003
@@ -45,8 +45,8 @@ def make_experts(
     shape = (NUM_EXPERTS, HIDDEN, FFN)
     down = make_weight(form, shape, segments=(HIDDEN,), input_scales=input_scales[:1], seed=2, **options)
     experts = PackedExperts(
-        gate_up=gate_up.packed,
-        down=down.packed,
+        gate_up=moved(gate_up.packed),
+        down=moved(down.packed),
         activation=moe.activation,
         limit=moe.limit or 0.0,
         alpha=moe.alpha or 0.0,
@@ -56,7 +56,7 @@ def make_experts(
 
 
 def make_rows(num_rows: int, *, seed: int = 3) -> Tensor:
-    return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def routed(num_rows: int, *, num_chosen: int = NUM_CHOSEN, **options) -> Routing:
@@ -65,13 +65,14 @@ def routed(num_rows: int, *, num_chosen: int = NUM_CHOSEN, **options) -> Routing
 
 
 def defined(x: Tensor, gate_up: Weight, down: Weight, routing: Routing, moe: Moe, **quantizers) -> Tensor:
+    """On the CPU."""
     biases = None if gate_up.packed.bias is None else (gate_up.packed.bias, down.packed.bias)
     return reference_experts.run_experts(
-        x,
+        x.cpu(),
         gate_up.values,
         down.values,
-        routing.expert_ids.long(),
-        routing.weights,
+        routing.expert_ids.cpu().long(),
+        routing.weights.cpu(),
         activation=lambda both: activated(both, moe),
         biases=biases,
         **quantizers,
@@ -113,6 +114,7 @@ def test_weights_of_the_router_scale_rows_before_they_are_quantized(
 
 
 def error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.cpu(), expected.cpu()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -128,7 +130,7 @@ def test_experts_compute_their_definition(form: str, moe: Moe, exact_codes: None
     assert error(found, expected) < TOLERANCE
     changed = replace(gate_up.packed, codes=gate_up.packed.codes.clone())
     changed.codes[:, 0].view(torch.uint8)[:, :16] ^= 0x11  # the negative control: a few codes of one row per expert
-    assert error(run_experts(x, replace(experts, gate_up=changed), routing), expected) > 100 * TOLERANCE
+    assert error(run_experts(x, replace(experts, gate_up=moved(changed)), routing), expected) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
@@ -195,7 +197,7 @@ def test_the_experts_of_two_ranks_add_up_to_all() -> None:
 
 def test_a_row_does_not_depend_on_its_mates_within_a_size_of_tiles() -> None:
     experts, _, _ = make_experts("mxfp4", SILU)
-    x, logits = make_rows(20), torch.randn(20, NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
+    x, logits = make_rows(20), torch.randn(20, NUM_EXPERTS, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     router, ticket = Router(kind="softmax_top_k", num_chosen=NUM_CHOSEN), new_ticket(DEVICE)
     whole = run_experts(x, experts, route(logits, router, ticket))
     alone = run_experts(x[7:9].clone(), experts, route(logits[7:9].clone(), router, ticket))

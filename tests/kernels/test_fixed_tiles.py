@@ -30,10 +30,10 @@ from tests.kernels.attention_steps import Heads, Step, Tensors, make_tensors
 from tests.kernels.drawn_drafts import with_drawn_drafts
 from tests.kernels.test_device_experts import MOE, make_experts
 from tests.kernels.test_sampling_kernels import VOCAB_SIZE, make_inputs, make_logits, run_kernels
+from tests.kernels_on import DEVICE, moved
 from tests.network.test_fixed_shapes import random
 
 pytestmark = pytest.mark.usefixtures("rows_alike")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS, IN, SEGMENTS = 70, 160, (48, 32)
 ALONE = (6, 19, 37, 63, 64, 69)
 AMONG = ((0, 70), (1, 20), (5, 70), (36, 38), (60, 70))  # in other places of a tile, or in another tile
@@ -111,7 +111,7 @@ def test_fixed_tiles_share_the_memory_of_the_weights() -> None:
 
 @pytest.mark.parametrize("format_name", ["fp8", "int4", "mxfp4", "nvfp4"])
 def test_experts_with_fixed_tiles_depend_on_no_other_row(format_name: str, exact_codes: None) -> None:
-    experts = prepare_device_experts(make_experts(format_name), has_fixed_tiles=True)
+    experts = prepare_device_experts(moved(make_experts(format_name)), has_fixed_tiles=True)
     hidden = experts.down.out_size
     x = random(NUM_ROWS, hidden + MOE.num_experts)
 

@@ -14,6 +14,7 @@ from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
 from dflash_trt.network.state import RowCache
+from tests.kernels_on import moved
 
 PAGE_SIZE = 4
 CONTEXTS, LENGTHS = (0, 4, 6, 0), (5, 1, 3, 0)  # the last request is padding
@@ -40,21 +41,22 @@ def test_rows_behind_which_a_request_continues_are_read_from_its_pages(
     device: torch.device, width: int, dtype: torch.dtype
 ) -> None:
     x, pages, requests, positions = make_step(device, width, dtype)
-    expected = RowCache(pages.clone(), PagedRows(name="rows", width=width, dtype="float32"))
+    expected = RowCache(pages.cpu().clone(), PagedRows(name="rows", width=width, dtype="float32"))
+    on_host = moved(requests, torch.device("cpu"))
     inputs: Any = SimpleNamespace(
-        token_offsets=requests.token_offsets,
-        context_lens=requests.context_lens,
-        page_table=requests.page_table,
-        positions=positions[:-2],
+        token_offsets=on_host.token_offsets,
+        context_lens=on_host.context_lens,
+        page_table=on_host.page_table,
+        positions=positions[:-2].cpu(),
     )
-    before = torch_rows.previous_rows(x[:-2], inputs, requests.page_table, expected)
+    before = torch_rows.previous_rows(x[:-2].cpu(), inputs, on_host.page_table, expected)
     found = previous_rows(x, pages, requests, positions)
-    assert torch.equal(found[:-2], before) and not found[-2:].any()
-    assert torch.equal(pages, expected.tensor), "rows of padding touch no page"
-    assert not before[0].any() and before[1:5].equal(x[:4])  # position 0 has none before it
-    lengths = torch.tensor([1, 4, 12, 0], dtype=torch.int32, device=device)
-    rows = torch_rows.read_rows(expected, requests.page_table, lengths.long() - 1)
-    assert torch.equal(last_rows(pages, requests.page_table, lengths), rows) and not rows[3].any()
+    assert torch.equal(found[:-2].cpu(), before) and not found[-2:].any()
+    assert torch.equal(pages.cpu(), expected.tensor), "rows of padding touch no page"
+    assert not before[0].any() and before[1:5].equal(x[:4].cpu())  # position 0 has none before it
+    lengths = torch.tensor([1, 4, 12, 0], dtype=torch.int32)
+    rows = torch_rows.read_rows(expected, on_host.page_table, lengths.long() - 1)
+    assert torch.equal(last_rows(pages, requests.page_table, lengths.to(device)).cpu(), rows) and not rows[3].any()
 
 
 @pytest.mark.parametrize("window", [None, 3])

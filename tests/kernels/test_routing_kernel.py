@@ -18,9 +18,9 @@ KINDS = ["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
 
 
 def make_logits(num_rows: int, num_experts: int, *, num_levels: int = 0, seed: int = 0) -> torch.Tensor:
-    """With `num_levels`, many are equal."""
+    """With `num_levels`, many are equal. No two levels add up to 0: their sigmoids would to 1, but for the rounding."""
     logits = torch.randn(num_rows, num_experts, generator=torch.Generator().manual_seed(seed)) * 2
-    return logits if num_levels == 0 else (logits * num_levels / 8).round() / num_levels
+    return logits if num_levels == 0 else (logits * num_levels / 8).round() / num_levels + 0.1
 
 
 def run(logits: torch.Tensor, router: Router) -> Routing:

