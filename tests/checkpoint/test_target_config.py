@@ -566,3 +566,37 @@ def test_parts_that_do_not_run_are_said_once(
     assert problems == []
     expected = [] if said is None else [f"target config.json: the engine runs the language model without {said}"]
     assert [note for note in notes if "without" in note] == expected
+
+
+@pytest.mark.parametrize("makes_v_of_k", [True, False])
+def test_sizes_of_gemma_4_by_layer_are_those_of_two_keys(tmp_path: Path, makes_v_of_k: bool) -> None:
+    """transformers writes them by layer since 5.15."""
+    sizes = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": makes_v_of_k}
+    target = make_gemma(tmp_path, family="gemma4_text", **sizes)
+    config = read_json(target / "config.json")
+    layer = {"head_dim": 32} | ({"num_key_value_heads": 1} if makes_v_of_k else {})
+    by_layer = {name: value for name, value in config.items() if name not in ("per_layer_config", *list(sizes)[:2])}
+    by_layer |= {"per_layer_config": {"2": layer, "3": layer}}
+    by_key = {name: value for name, value in by_layer.items() if name != "per_layer_config"} | sizes
+    specs = []
+    for written in (by_key, by_layer):
+        write_json(target / "config.json", written)
+        specs.append(read_target_spec(target))
+    assert specs[0] == specs[1]
+    assert [x.head_dim for x in specs[1].attentions] == [16, 16, 32, 32]
+    assert [x.num_kv_heads for x in specs[1].attentions] == [2, 2, *([1, 1] if makes_v_of_k else [2, 2])]
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ({"2": {"head_dim": 32}}, "per_layer_config': expected the same sizes in every layer of full attention"),
+        ({"0": {"head_dim": 32}}, "per_layer_config.0'"),
+        ({"2": {"hidden_size": 32}, "3": {}}, "per_layer_config.2.hidden_size'"),
+        ([32, 32], "per_layer_config': expected a JSON object"),
+    ],
+)
+def test_other_sizes_by_layer_are_refused(tmp_path: Path, layers: Any, named: str) -> None:
+    target = make_gemma(tmp_path, family="gemma4_text")
+    edit_json(target / "config.json", per_layer_config=layers)
+    assert named in target_refusal(target)

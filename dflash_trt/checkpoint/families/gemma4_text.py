@@ -1,6 +1,6 @@
 """Gemma 4, the language model alone: full layers have heads of their own sizes and make V of K, norms are plain w."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,6 +56,7 @@ _EXPERT_NORMS: Final = {
     "experts_post_norm": "post_feedforward_layernorm_2",
     "shared_post_norm": "post_feedforward_layernorm_1",
 }
+_FULL_SIZES: Final = ("global_head_dim", "num_global_key_value_heads")
 _PER_LAYER: Final = {
     "per_layer_gate": "per_layer_input_gate",
     "per_layer_projection": "per_layer_projection",
@@ -73,7 +74,7 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     reader.require("use_bidirectional_attention", "vision", hint="Attention that sees ahead is not implemented.")
     is_sliding = _read_sliding(reader, sizes.num_layers)
     sources = _read_sources(reader, is_sliding)
-    mixers = _read_mixers(reader, sizes)
+    mixers = _read_mixers(reader, sizes, is_sliding)
     is_wide = reader.flag("use_double_wide_mlp", default=False)
     fed = _read_feed_forward(reader, sizes)
     wide = fed | {"intermediate_size": 2 * sizes.intermediate_size}
@@ -110,15 +111,42 @@ def _read_sources(reader: ConfigReader, is_sliding: tuple[bool, ...]) -> list[in
     return [None if i < num_own else last[slides] for i, slides in enumerate(is_sliding)]
 
 
-def _read_mixers(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, dict[str, Any]]:
-    """Fields of a Gqa by kind of layer, without its mask. Only layers that make V of K have other numbers of heads."""
+def _read_mixers(reader: ConfigReader, sizes: DecoderSizes, is_sliding: Sequence[bool]) -> dict[str, dict[str, Any]]:
+    """Fields of a Gqa by kind of layer, without its mask."""
     ropes = read_ropes(reader, _ROPES)
     common = sizes.mixer_fields(reader) | {"has_qk_norm": True, "has_v_norm": True, "scale": 1.0}
-    full = common | {"rope": ropes[FULL], "head_dim": reader.optional_integer("global_head_dim") or sizes.head_dim}
-    num_global = reader.optional_integer("num_global_key_value_heads")
-    if reader.flag("attention_k_eq_v", default=False):
-        full |= {"num_kv_heads": num_global or sizes.num_kv_heads, "has_v_proj": False}
+    makes_v_of_k = reader.flag("attention_k_eq_v", default=False)
+    if reader.has("per_layer_config"):
+        reader.ignore(_FULL_SIZES)
+        full_sizes = _read_per_layer(reader, sizes, is_sliding)
+    else:
+        head_dim, num_kv_heads = (reader.optional_integer(name) for name in _FULL_SIZES)
+        full_sizes = {
+            "head_dim": head_dim or sizes.head_dim,
+            "num_kv_heads": (num_kv_heads if makes_v_of_k else None) or sizes.num_kv_heads,
+        }
+    full = common | full_sizes | {"rope": ropes[FULL]} | ({"has_v_proj": False} if makes_v_of_k else {})
     return {SLIDING: common | {"rope": ropes[SLIDING]}, FULL: full}
+
+
+def _read_per_layer(reader: ConfigReader, sizes: DecoderSizes, is_sliding: Sequence[bool]) -> dict[str, int]:
+    """Sizes of the full layers by layer, as transformers writes them since 5.15: there instead of the two keys."""
+    layers = reader.optional_section("per_layer_config")
+    assert layers is not None
+    full = [str(i) for i, slides in enumerate(is_sliding) if not slides]
+    found = []
+    for name in full:
+        layer = layers.optional_section(name)
+        if layer is None:
+            found.append((sizes.head_dim, sizes.num_kv_heads))
+            continue
+        head_dim, num_kv_heads = (layer.optional_integer(key) for key in ("head_dim", "num_key_value_heads"))
+        layer.finish()
+        found.append((head_dim or sizes.head_dim, num_kv_heads or sizes.num_kv_heads))
+    layers.finish()
+    if len(set(found)) > 1:
+        reader.refuse("per_layer_config", expected="the same sizes in every layer of full attention")
+    return {"head_dim": found[0][0], "num_kv_heads": found[0][1]}
 
 
 def _read_feed_forward(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
