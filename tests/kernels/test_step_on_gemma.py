@@ -86,9 +86,11 @@ def test_a_changed_scale_is_noticed(tmp_path: Path, device: torch.device) -> Non
     expected = run_batch(reference, batch)[0].logprobs[0]
     of_half = layer.feed_forward.experts.down.row_scale[::2]  # a norm follows: all of them scaled would be the same
     for scales in (layer.output_scale, of_half):
-        scales.mul_(1.25)
+        with executor.on_stream():
+            scales.mul_(1.25)
         assert abs(run_batch(executor, batch)[0].logprobs[0] - expected) > 2 * LOGPROB_TOLERANCE
-        scales.div_(1.25)
+        with executor.on_stream():
+            scales.div_(1.25)
     assert run_batch(executor, batch)[0].logprobs[0] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
 

@@ -53,7 +53,7 @@ SAMPLED = StepSampling(temperature=0.9, top_k=40, top_p=0.95, seed=2**33 + 5)
 # Sums in another order; measured in the interpreter: 1e-6.
 LOGPROB_TOLERANCE = 1e-4
 # An activation on the border between two codes may go either way, and FP8 units sum with fewer bits than float32.
-# Measured in the interpreter: 1e-6; on a GPU: not measured.
+# Measured in the interpreter: 1e-6; an H200 keeps the bound.
 FP8_LOGPROB_TOLERANCE = 0.05
 
 Executor = TorchExecutor | TorchGpuExecutor
@@ -239,7 +239,8 @@ def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.devi
     drafter = executor.network.drafter
     assert isinstance(drafter, DFlashDrafter)
     drafter.norm.mul_(-1)
-    executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
+    with executor.on_stream():
+        executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
     request = prefill("greedy", 3, StepSampling(), first_page=0)
     batch = StepBatch(requests=(request,), num_draft_tokens=NUM_DRAFT_TOKENS)
     found, expected = run_batch(executor, batch), run_batch(reference, batch)

@@ -41,7 +41,8 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
         expected = run_batch(reference, batch)
         assert_same(run_batch(executor, batch), expected)
         return
-    executor.network.target_weights.layers[1].feed_forward.experts.down.row_scale[:, ::2].mul_(1.5)
+    with executor.on_stream():
+        executor.network.target_weights.layers[1].feed_forward.experts.down.row_scale[:, ::2].mul_(1.5)
     changed = run_batch(executor, batch)  # the negative control: scales of rows
     assert any(
         abs(a.logprobs[0] - b.logprobs[0]) > 2 * LOGPROB_TOLERANCE for a, b in zip(changed, expected, strict=True)
