@@ -65,15 +65,13 @@ def _own(field: str, type: TensorType, meaning: str, *, is_list: bool = False) -
 
 
 def _neutral(
-    name: str, type: TensorType, neutral: tuple[float | str, ...], *, contract: Contract = "bls", is_list: bool = False
+    name: str, type: TensorType, neutral: tuple[float | str, ...], *, contract: Contract = "bls"
 ) -> InputTensor:
     values = " or ".join(f"{value:g}" for value in neutral if not isinstance(value, str))
-    meaning = "Not implemented: must be empty." if is_list else f"Not implemented: {values} or nothing."
+    meaning = f"Not implemented: {values} or nothing."
     if type == "BOOL":
         meaning = "Not implemented: false or nothing."
-    return InputTensor(
-        name=name, type=type, field=name, meaning=meaning, contract=contract, is_list=is_list, neutral=neutral
-    )
+    return InputTensor(name=name, type=type, field=name, meaning=meaning, contract=contract, neutral=neutral)
 
 
 def _top_outputs(prefix: str, when: Literal["every", "last"], of: str, asked_by: str) -> tuple[OutputTensor, ...]:
