@@ -76,7 +76,7 @@ def _run_child(part: int, options: argparse.Namespace) -> int:
     if part == 1:
         from gpu_visit_parts import native_tests
 
-        return native_tests.run(part, results)
+        return native_tests.run(part, results, options.case)
     return _run_cases(part, results, options)
 
 
@@ -147,9 +147,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: run what failed again")
     parser.add_argument("--max-seconds", type=float, default=540.0, help="of each part")
-    parser.add_argument(
-        "--case", default="", metavar="REGEX", help="of parts 2 to 6, only cases whose name has a match"
-    )
+    parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name has a match")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
     parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack, or to fill (build/gpu_wheels)")
     site = Path(tempfile.gettempdir()) / "gpu_visit_site"

@@ -1,5 +1,6 @@
 """Whole engines of the demo pair: the GPU's tokens against the CPU's, and times and memory from opening to closing."""
 
+import importlib.util
 import json
 import math
 import tempfile
@@ -16,7 +17,7 @@ from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.demo import PROMPTS
 from gpu_visit_parts.results import Row, Tables
-from gpu_visit_parts.setting import SETTING, Case
+from gpu_visit_parts.setting import SETTING, Case, LeftOutError
 
 DEMO = PROMPTS.parent
 
@@ -50,9 +51,12 @@ def cases() -> Iterator[Case]:
 
 def _compared(name: str) -> Tables:
     """Every kind of request, some in one batch; the same engine on the CPU and on the GPU."""
-    engine = _built(name)
-    expected, _ = _served(engine, "cpu")
-    found, row = _served(engine, SETTING.device.type)
+    if "calibration" in str(_BUILDS[name]) and importlib.util.find_spec("modelopt") is None:
+        raise LeftOutError("calibration needs ModelOpt")
+    with tempfile.TemporaryDirectory() as directory:
+        engine = _built(name, Path(directory) / "engine")
+        expected, _ = _served(engine, "cpu")
+        found, row = _served(engine, SETTING.device.type)
     texts = [_agreement(name, kind, found[kind], expected[kind]) for kind in found]
     return {"engines": [{"engine": name} | row], "tokens on GPU and CPU": texts}
 
@@ -129,12 +133,11 @@ def _prompts() -> list[str]:
     return [row["prompt"][-100:] for row in rows[:4]] if SETTING.is_dry_run else [row["prompt"] for row in rows]
 
 
-def _built(name: str) -> Path:
+def _built(name: str, output: Path) -> Path:
     fields = {"drafter": str(DEMO / "drafter"), "dtype": "float32"} | _BUILDS[name]
     sizes = {"max_batch_size": 2 if SETTING.is_dry_run else 16, "max_seq_len": 512}
     if SETTING.is_dry_run:
         sizes |= {"max_seq_len": 128, "max_num_tokens": 64}
     config = BuildConfig(target=str(DEMO / "target"), **(sizes | fields))
-    output = Path(tempfile.mkdtemp(prefix="gpu_visit_")) / "engine"
     build_engine(config, output, base_dir=DEMO, overwrite=True, command=("build",), progress=lambda _: None)
     return output

@@ -1,6 +1,7 @@
 """Part 1: tests/gpu, and the tests of tests/kernels that run natively where there is a GPU, each a case."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from gpu_visit_parts.supervisor import CONTEXT_IS_BROKEN, has_started
 
 ROOT = Path(__file__).resolve().parents[2]
 # What needs no GPU; the last file compiles the plugin library, which takes minutes.
-_NOT_HERE = ("test_aot.py", "test_gpu_visit.py", "test_attention_variants.py", "test_sampling_variants.py")
+_NOT_HERE = (
+    *("test_aot.py", "test_gpu_visit.py"),
+    *("test_attention_variants.py", "test_gated_delta_variants.py", "test_sampling_variants.py"),
+)
 _LAST = "test_plugin_library.py"
 _DRY_RUN = ("test_norm_kernels.py", "test_argmax_kernels.py", "test_gpu_staging.py")
 
 
-def run(part: int, results: Results) -> int:
-    """The exit code of this process: 0 when every test has a result."""
+def run(part: int, results: Results, pattern: str) -> int:
+    """The exit code of this process: 0 when every test has a result whose name matches the pattern."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.chdir(ROOT)
-    recorder = _Recorder(part, results)
+    recorder = _Recorder(part, results, pattern)
     options = ["-q", "-W", "default", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--no-header"]
     code = pytest.main([*options, *_files()], plugins=[recorder])
     if recorder.is_broken:
@@ -41,15 +45,16 @@ def _files() -> list[str]:
 class _Recorder:
     """A pytest plugin: writes each result at once, skips what has one, and stops when the CUDA context is broken."""
 
-    def __init__(self, part: int, results: Results) -> None:
-        self._part, self._results = part, results
+    def __init__(self, part: int, results: Results, pattern: str) -> None:
+        self._part, self._results, self._pattern = part, results, pattern
         self.is_broken = False
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         has_started(self._part, self._results)
         done = self._results.done(self._part)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-        items[:] = [item for item in items if item.nodeid not in done]
+        wanted = [item for item in items if item.nodeid not in done and re.search(self._pattern, item.nodeid)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:

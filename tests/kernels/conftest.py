@@ -7,7 +7,7 @@ from tests.kernels.exact_fp8 import convert_exactly
 from tests.kernels.exact_scaled_dot import scales_exactly
 from tests.kernels.not_compiled import NOT_COMPILED
 from tests.kernels.rows_alike import dot_by_shape
-from tests.kernels_on import KERNELS_ON
+from tests.kernels_on import DEVICE, KERNELS_ON
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return DEVICE
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ _ONE_CORE: Final = "counts programs as for a machine without multiprocessors"
 
 
 def _lacks_nvfp4() -> bool:
-    """An engine refuses it on such a GPU, whatever the compiler."""
+    """Before 3.9 Triton compiles it for SM100 alone, and an engine refuses it on an older GPU."""
     if KERNELS_ON == "gpu" and torch.cuda.get_device_capability() >= (10, 0):
         return False
     return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)

@@ -13,8 +13,7 @@ from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.network.ops import Acceptance
 from tests.kernels import reference_sampling
 from tests.kernels.test_sampling_kernels import make_inputs, network_inputs
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels_on import DEVICE
 
 
 def make_logits(num_rows, vocab_size, *, dtype=torch.float32, seed=0):

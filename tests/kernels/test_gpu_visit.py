@@ -7,6 +7,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The package, at the sizes of a dry run."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import gpu_visit_parts.choices
+    import gpu_visit_parts.engines
     import gpu_visit_parts.kernel_case
     import gpu_visit_parts.kernels
     import gpu_visit_parts.models
@@ -72,6 +74,28 @@ def test_a_tiny_fp8_step_is_measured(parts: Any) -> None:
     case = next(iter(parts.steps.cases()))
     (row,) = case.run()["steps"]
     assert row["step_ms"] > 0 and row["device_ms"] > 0 and row["floor_ms"] > 0
+
+
+def test_an_engine_is_compared_text_by_text(parts: Any) -> None:
+    (case,) = parts.engines.cases()
+    tables = case.run()
+    (row,) = tables["engines"]
+    assert row["open_s"] > 0 and row["tok_per_s"] > 0
+    kinds = {row["requests"]: row for row in tables["tokens on GPU and CPU"]}
+    assert kinds.keys() > {"greedy", "sampled", "rules", "constrained"}
+    assert all(row["equal"] == row["texts"] == 4 and row["refused"] == "" for row in kinds.values())
+    assert kinds["rules"]["largest_logprob_difference"] < 1e-4
+    assert kinds["greedy"]["equal_tokens"] == kinds["greedy"]["tokens"] > 0
+
+
+def test_texts_that_differ_are_counted_up_to_there(parts: Any) -> None:
+    def output(*tokens: int) -> Any:
+        logprobs = tuple(-0.1 * token for token in tokens)
+        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, error=None, acceptance_length=2.0)
+
+    found, expected = [output(1, 2, 3), output(4, 5)], [output(1, 2, 3), output(4, 6)]
+    row = parts.engines._agreement("pair", "greedy", found, expected)
+    assert (row["texts"], row["equal"], row["tokens"], row["equal_tokens"]) == (2, 1, 5, 4)
 
 
 CHILD = """

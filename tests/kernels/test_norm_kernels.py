@@ -9,11 +9,9 @@ from dflash_trt.kernels.row_codes import FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from tests.kernels import reference_norm
 from tests.kernels.block_scales import row_by_row
+from tests.kernels_on import DEVICE
 
 SIZES = [1, 16, 96, 257, 1024]
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random(*shape, dtype, seed=0):

@@ -12,8 +12,8 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.kernels.launch_rules import max_tiles, tile_tokens
 from dflash_trt.kernels.routing_launch import Router, Routing, new_ticket, route
 from tests.kernels import reference_experts
+from tests.kernels_on import DEVICE
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
 
 

@@ -18,9 +18,9 @@ from dflash_trt.kernels.sampling_scratch import LIST_CAPACITY, TILE
 from dflash_trt.network.ops import StepInputs
 from tests.kernels import reference_sampling
 from tests.kernels.reference_sampling import kept_masses
+from tests.kernels_on import DEVICE
 from tests.logit_rows import EXTREMES, columns_off, device_sampling, rows_without_a_token
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 2 * TILE + 777  # an odd size that ends inside a tile
 
 

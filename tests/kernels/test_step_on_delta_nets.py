@@ -92,7 +92,8 @@ def test_a_packed_hybrid_has_the_logits_of_plain_pytorch(
     found, expected = executor.target_logits(tokens).cpu(), reference.target_logits(tokens)
     exact = make_executors(pair, device)[0].target_logits(tokens)
     error, by_the_format = ((x - expected).abs().mean() for x in (found, exact))
-    # A code at a border that goes the other way: none where CPU and kernels round alike; 0.15 measured on an H200.
+    # FP8 units of a GPU sum with fewer bits, and codes at a border go the other way: 0.15 on an H200. On a CPU 0.17 to
+    # 0.28, where weights of norms are changed by one part in 10,000 to 2,000; without that 2e-6.
     assert error < (0.4 if KERNELS_ON == "gpu" else 0.1) * by_the_format
 
 

@@ -6,8 +6,6 @@ import pytest
 from tests.plugins.building import ROOT, SMALL_KERNELS, BuiltLibrary, build_library
 
 NO_HEADERS = "needs NvInferRuntime.h of TensorRT 11: set TENSORRT_INCLUDE_DIR (no package registry carries it)"
-
-
 COMPILING_S = 600
 
 
