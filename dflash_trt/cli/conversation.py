@@ -35,7 +35,8 @@ def converse(options: RunOptions) -> ExitCode:
     conversation = _Conversation(options)
     started = time.monotonic()
     hello = conversation.prompt("Hello")
-    with open_engine(options, has_conversations=True, before_load=lambda reader: reader.read(hello)) as llm:
+    sampling = options.sampling
+    with open_engine(options, has_conversations=True, before_load=lambda reader: reader.read(hello, sampling)) as llm:
         load_time_s = time.monotonic() - started
         click.echo(_HINT, err=True)
         while llm.failure is None and (text := _typed()) is not None:

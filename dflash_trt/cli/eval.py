@@ -103,11 +103,11 @@ def _require_same_conversations(candidate: "EngineDir", baseline: "EngineDir", j
 
 def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> None:
     """Raises ConfigError: a setting or a prompt that this engine refuses, before anything is loaded."""
-    from dflash_trt.serving.llm import open_codec, open_prompt_reader
+    from dflash_trt.serving.llm import open_request_reader
     from dflash_trt.serving.local_engine import checked_config
 
     checked_config(engine, config)
-    reader = open_prompt_reader(engine, open_codec(engine))
+    reader = open_request_reader(engine).prompts
     refused = []
     for job in jobs:
         try:
@@ -153,10 +153,9 @@ def _greedy(job: Job) -> SamplingParams:
 
 
 def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
-    from dflash_trt.serving.llm import open_codec
-    from dflash_trt.serving.prompts import PromptReader
+    from dflash_trt.serving.llm import open_request_reader
 
-    reader = PromptReader(open_codec(engine), vocab_size=engine.manifest.target.vocab_size)
+    reader = open_request_reader(engine).prompts
     return [list(reader.read(job.prompt)) for job in jobs]
 
 

@@ -16,13 +16,13 @@ from dflash_trt.core.errors import RequestError
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
-    from dflash_trt.serving.prompts import PromptReader
+    from dflash_trt.serving.request_reader import RequestReader
 
 _MAX_LISTED_FAILURES = 10
 
 
 def open_engine(
-    options: RunOptions, *, has_conversations: bool, before_load: "Callable[[PromptReader], object]"
+    options: RunOptions, *, has_conversations: bool, before_load: "Callable[[RequestReader], object]"
 ) -> "LLM":
     """Load it, and say how it was opened. `before_load` as for LLM."""
     started = time.monotonic()
@@ -42,7 +42,7 @@ def open_engine(
     return llm
 
 
-def refuse_if_none_runs(rows: Sequence[InputRow], reader: "PromptReader") -> None:
+def refuse_if_none_runs(rows: Sequence[InputRow], reader: "RequestReader") -> None:
     """Raises RequestError when every row is refused. Only as many are read as it takes to find one that is not."""
     reasons: list[str] = []
     for row in rows:
@@ -50,7 +50,7 @@ def refuse_if_none_runs(rows: Sequence[InputRow], reader: "PromptReader") -> Non
             reasons.append(f"{row.row_id}: {row.error}")
             continue
         try:
-            reader.read(row.prompt)
+            reader.read(row.prompt, row.sampling)
         except RequestError as error:
             reasons.append(f"{row.row_id}: {error}")
         else:

@@ -1,12 +1,14 @@
 """The options of RuntimeConfig, with the same names and help for every command that opens an engine."""
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import click
 
 from dflash_trt.cli.other_engines import Choice
-from dflash_trt.core.runtime_config import Option, RuntimeConfig, bound, option_of, value_type
+from dflash_trt.core.draft_lengths import lengths_text
+from dflash_trt.core.runtime_config import Option, RuntimeConfig, bound, option_of, reads_text, value_type
 
 
 def runtime_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -44,8 +46,22 @@ def flag_of(name: str) -> str:
 
 
 def settings_line(config: RuntimeConfig) -> str:
-    """Settings of an opened engine, for people, without those left to the engine."""
-    return f"settings: {', '.join(f'{name}={value}' for name, value in config if value is not None)}"
+    """Settings of an opened engine as the options that ask for them, without what is left to the engine."""
+    return f"settings: {' '.join(_typed(name, value) for name, value in config if _is_told(name, value))}"
+
+
+def _is_told(name: str, value: object) -> bool:
+    field = RuntimeConfig.model_fields[name]
+    return value is not None and (value != field.default or value_type(name) is not bool)
+
+
+def _typed(name: str, value: object) -> str:
+    """`value` as it is typed."""
+    flag = flag_of(name)
+    if isinstance(value, bool):
+        is_pair = RuntimeConfig.model_fields[name].default is None
+        return f"--no-{flag.removeprefix('--')}" if is_pair and not value else flag
+    return f"{flag} {lengths_text(value) if isinstance(value, Mapping) else shlex.quote(str(value))}"
 
 
 def _parameter(name: str) -> str:
@@ -64,7 +80,7 @@ def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], C
     if get_origin(kind) is Literal:
         choice = Choice(get_args(kind))
         return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)
-    if get_origin(kind) is dict or kind is str:
+    if reads_text(name):
         return click.option(flag_of(name), metavar=option.metavar, help=option.help)
     min_value, above, max_value = bound(name, "ge"), bound(name, "gt"), bound(name, "le")
     limits = {"min": above if min_value is None else min_value, "min_open": min_value is None}

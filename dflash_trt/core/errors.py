@@ -99,13 +99,19 @@ def problem(subject: str, *, expected: str, found: str, hint: str = "") -> str:
     return f"{subject}: expected {expected}, found {found}. {hint}".rstrip()
 
 
-def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str]) -> None:
-    """Raise one error that lists every problem; do nothing when there is none."""
+def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str], *, hint: str = "") -> None:
+    """Raise one error that lists every problem; do nothing when there is none.
+
+    `hint` is said once, at the end, where it is that of several problems.
+    """
     if not problems:
         return
     if len(problems) == 1:
         raise error(f"{heading}: {problems[0]}")
-    listed = "\n".join(f"  - {line}" for line in problems[:_MAX_LISTED_PROBLEMS])
+    without_hint = [line.removesuffix(f" {hint}") for line in problems]
+    is_shared = bool(hint) and sum(map(str.__ne__, problems, without_hint)) > 1
+    listed = "\n".join(f"  - {line}" for line in (without_hint if is_shared else problems)[:_MAX_LISTED_PROBLEMS])
     if len(problems) > _MAX_LISTED_PROBLEMS:
         listed += f"\n  - and {len(problems) - _MAX_LISTED_PROBLEMS} more"
-    raise error(f"{heading}: {len(problems)} problems\n{listed}")
+    ending = f"\n{hint}" if is_shared else ""
+    raise error(f"{heading}: {len(problems)} problems\n{listed}{ending}")

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -28,6 +30,8 @@ from dflash_trt.core.frozen import MAX_INT32, Frozen
 from dflash_trt.core.other_engines import hint_for
 
 Device = Literal["auto", "cpu", "cuda"]
+
+_BYTE_SIZE = TypeAdapter(ByteSize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +65,16 @@ def _absolute_path(value: object) -> object:
     if value == "":
         raise ValueError("a path")
     return str(Path(value).absolute()) if isinstance(value, str | PathLike) else value
+
+
+def _byte_size(value: object) -> object:
+    """Bytes of a text with a unit: GB is 1000**3, GiB 1024**3; raises ValueError, with what was expected."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(_BYTE_SIZE.validate_python(value))
+    except ValidationError:
+        raise ValueError("a number of bytes, such as 8000000000, 8GB or 7.5GiB") from None
 
 
 class RuntimeConfig(Frozen):
@@ -139,7 +153,10 @@ class RuntimeConfig(Frozen):
         ),
     ] = False
     kv_cache_bytes: Annotated[
-        int | None, Field(ge=1), Option(help="Memory for the K/V pages of target and drafter, per rank.")
+        int | None,
+        Field(ge=1),
+        BeforeValidator(_byte_size),
+        Option(metavar="SIZE", help="Memory for the K/V pages of target and drafter, per rank: bytes, 8GB or 7.5GiB."),
     ] = None
     kv_cache_free_memory_fraction: Annotated[
         float | None,
@@ -219,6 +236,12 @@ def option_of(name: str) -> Option:
 def value_type(name: str) -> Any:
     """The type of a field's values: bool, int, float, dict[int, int] or a Literal."""
     return without_none(RuntimeConfig.model_fields[name].annotation)
+
+
+def reads_text(name: str) -> bool:
+    """Whether a field reads its values from text, too, in a form of its own."""
+    metadata = RuntimeConfig.model_fields[name].metadata
+    return value_type(name) is str or any(isinstance(item, BeforeValidator) for item in metadata)
 
 
 def without_none(annotation: Any) -> Any:

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,7 +65,7 @@ class EngineDir:
         problems += _listed_problems(path, manifest, hint, verify_hashes=verify_hashes)
         if not problems:
             problems = list(_header_problems(path, manifest, hint))
-        raise_all(EngineDirError, _heading(path), problems)
+        raise_all(EngineDirError, _heading(path), problems, hint=hint)
         return cls(path, manifest)
 
     @property
@@ -280,5 +281,8 @@ def _hint(path: Path) -> str:
         return fallback
     if "--overwrite" not in words:
         words.append("--overwrite")
+    for option, directory in pairwise(words):
+        if option in ("-o", "--output") and os.path.realpath(built_in / directory) != os.path.realpath(path):
+            words[words.index(option) + 1] = str(path.absolute())  # it was moved, or copied
     where = "" if built_in == Path.cwd() else f" in {built_in}"
     return f"Build it again{where}: {shlex.join(words)}"

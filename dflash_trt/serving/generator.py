@@ -20,9 +20,7 @@ from dflash_trt.core.checked_values import checked, function, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
-from dflash_trt.serving.constraints import Constraints
 from dflash_trt.serving.generation_batch import (
-    SAMPLING,
     Batch,
     OnOutput,
     Sampling,
@@ -31,16 +29,15 @@ from dflash_trt.serving.generation_batch import (
     one_each,
     output_without_tokens,
 )
-from dflash_trt.serving.prompts import ChatMessage, Prompt, PromptReader, TemplateOptions, conversation, conversations
-from dflash_trt.serving.rule_reader import RuleReader
+from dflash_trt.serving.prompts import ChatMessage, Prompt, TemplateOptions, conversation, conversations
+from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.samples import SampleStreams, samples_of
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
 
-if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
+if TYPE_CHECKING:
     from dflash_trt.serving.engine import Engine, EngineLimits
-    from dflash_trt.serving.text import TextCodec
 
 
 class RequestOptions(TypedDict, total=False):
@@ -67,20 +64,12 @@ class Generator:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        vocab_size: int,
-        codec: TextCodec | None = None,
-        eos_token_ids: Sequence[int] = (),
-        seed: int | None = None,
+        self, engine: Engine, reader: RequestReader, *, eos_token_ids: Sequence[int] = (), seed: int | None = None
     ) -> None:
-        self.codec = codec
+        self.codec = reader.codec
         self._engine = engine
         self._own_process = OwnProcess()
-        self._constraints = Constraints(codec, vocab_size=vocab_size)
-        self._reader = PromptReader(codec, vocab_size=vocab_size, max_tokens=engine.limits.max_seq_len - 1)
-        self._rule_reader = RuleReader(codec, vocab_size=vocab_size)
+        self._reader = reader
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._has_seed = seed is not None
@@ -316,25 +305,17 @@ class Generator:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
-        """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
-        sampling = checked("sampling parameters", sampling, SAMPLING)
-        if sampling.stop and self.codec is None:
-            raise RequestError.about(
-                "stop strings",
-                expected="none, for this engine has no tokenizer",
-                found=repr(sampling.stop),
-                hint="Use stop_token_ids, or build the engine from a target directory with a tokenizer.",
-            )
-        prompt_token_ids = self._reader.read(prompt)
-        self._say_if_limited(len(prompt_token_ids), sampling.max_new_tokens)
+        """Raises RequestError when this engine cannot take it."""
+        read = self._reader.read(prompt, sampling)
+        self._say_if_limited(len(read.prompt_token_ids), sampling.max_new_tokens)
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         return Request(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=read.prompt_token_ids,
             sampling=sampling,
             stop_token_ids=eos_token_ids | frozenset(sampling.stop_token_ids),
-            bad_word_ids=self._rule_reader.bad_word_ids(sampling),
-            constraint=self._constraints.compile(sampling),
+            bad_word_ids=read.bad_word_ids,
+            constraint=read.constraint,
             seed=seed if sampling.seed is None else sampling.seed,
             is_reproducible=self._has_seed or sampling.seed is not None,
         )

@@ -18,7 +18,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.opening import checked_settings, open_engine
-from dflash_trt.serving.prompts import PromptReader
+from dflash_trt.serving.request_reader import RequestReader
 
 if TYPE_CHECKING:
     from dflash_trt.scheduler.config import SchedulerConfig
@@ -54,7 +54,7 @@ class LLM(Generator):
         *,
         scheduler_config: SchedulerConfig | None = None,
         draft_length_policy: DraftLengthPolicy | None = None,
-        before_load: Callable[[PromptReader], object] | None = None,
+        before_load: Callable[[RequestReader], object] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **fields: Any,
     ) -> None:
@@ -94,19 +94,22 @@ class LLM(Generator):
         self.engine = EngineDir.open(engine_dir)
         policies: _Policies = {"scheduler_config": scheduler_config, "draft_length_policy": draft_length_policy}
         config = checked_settings(self.engine, config, **policies)
-        codec = open_codec(self.engine)
+        reader = open_request_reader(self.engine)
         if before_load is not None:
-            before_load(open_prompt_reader(self.engine, codec))
+            before_load(reader)
         engine = self.engine if on_progress is None else self.engine.reporting(on_progress)
         opened = open_engine(engine, config, **policies)
         with ExitStack() as stack:  # until everything is well
             stack.callback(opened.close)
-            target = self.engine.manifest.target
-            super().__init__(
-                opened, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
-            )
+            eos_token_ids = self.engine.manifest.target.eos_token_ids
+            super().__init__(opened, reader, eos_token_ids=eos_token_ids, seed=config.seed)
             stack.pop_all()
         self.config, self.page_plan = opened.config, opened.page_plan
+
+    def __repr__(self) -> str:
+        target, draft = self.engine.manifest.target, self.engine.manifest.draft
+        drafter = "no drafter" if draft is None else f"{draft.algorithm} drafter"
+        return f"<LLM {self.engine.path}: {target.family}, {drafter}, on {self.config.device}>"
 
     @property
     def chat_template_options(self) -> ChatTemplateOptions:
@@ -114,11 +117,11 @@ class LLM(Generator):
         return self.engine.manifest.chat_template_options
 
 
-def open_prompt_reader(engine: EngineDir, codec: TextCodec | None) -> PromptReader:
-    """The reader of an engine's prompts, which knows their maximum length."""
+def open_request_reader(engine: EngineDir) -> RequestReader:
+    """The reader of an engine's requests, which knows the maximum length of their prompts."""
     manifest = engine.manifest
     max_tokens = manifest.build_config.max_seq_len - 1
-    return PromptReader(codec, vocab_size=manifest.target.vocab_size, max_tokens=max_tokens)
+    return RequestReader(open_codec(engine), vocab_size=manifest.target.vocab_size, max_tokens=max_tokens)
 
 
 def open_codec(engine: EngineDir) -> TextCodec | None:

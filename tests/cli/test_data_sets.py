@@ -42,6 +42,8 @@ def test_a_split_is_named_where_there_are_several(tmp_path: Path) -> None:
     for split in (None, "valid"):
         with pytest.raises(ConfigError, match="--split to be one of test, train"):
             read_conversations(tmp_path / "d", split=split)
+    datasets.DatasetDict({"train": splits["train"]}).save_to_disk(tmp_path / "single")
+    assert len(prompts(tmp_path / "single")) == 4, "the only one needs no name"
     splits["test"].save_to_disk(tmp_path / "one")
     with pytest.raises(ConfigError, match="no --split for it, found test"):
         read_conversations(tmp_path / "one", split="test")

@@ -105,7 +105,12 @@ def test_an_engine_without_a_drafter_is_described(target, tmp_path, invoke) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("qwen3_5_text", "2 x 8, 4 x 12"), ("deepseek_v3", "32 + 8 features a token")]
+    ("family", "words"),
+    [
+        ("qwen3_5_text", "2 x 8, 4 x 12"),
+        ("deepseek_v3", "32 + 8 features a token"),
+        ("gpt_oss", "2 of 4 layers"),  # with a window; the other two are full
+    ],
 )
 def test_layers_of_other_kinds_are_described(tmp_path, invoke, family, words) -> None:
     target = make_target(tmp_path / "target", family=family)

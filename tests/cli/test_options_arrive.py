@@ -5,6 +5,7 @@ The tests compare all arguments of that call, and fail for an option of the comm
 
 import hashlib
 import json
+import shlex
 import shutil
 import socket
 from collections.abc import Mapping
@@ -24,12 +25,14 @@ from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
 from dflash_trt.cli.plan_sweep import OPTION_NAMES
 from dflash_trt.cli.run import run
+from dflash_trt.cli.runtime_options import settings_line
 from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.core.sampling import SAMPLING_FIELDS
+from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
 from tests.cli.calls import RecordedError, Recorder, options_never_set
 
@@ -191,10 +194,35 @@ def test_a_file_with_a_grammar_that_is_not_there_is_a_usage_error(llm, invoke) -
 def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
     lines = invoke("run", "dir", "--prompt", "x").stderr.splitlines()
     assert lines[1:] == ["K/V: no pages", "error: recorded"]
-    assert lines[0] == (
-        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True, "
-        "deterministic=False"
-    )
+    assert lines[0] == "settings: --device auto"
+
+
+def test_settings_are_shown_as_the_options_that_ask_for_them(llm, invoke) -> None:
+    words = ["--device", "cpu", "--draft-length", "1:7,16:5", "--no-prefix-caching", "--no-overlap", "--deterministic"]
+    words += ["--kv-cache-bytes", "3000000000", "--plugin-library", "/a b/plugin.so"]
+    invoke("run", "dir", "--prompt", "x", *words)
+    config = opened(llm)["config"]
+    options = shlex.split(settings_line(config).removeprefix("settings: "))
+    assert sorted(options) == sorted(words)
+    invoke("run", "dir", "--prompt", "x", *options)
+    assert opened(llm)["config"] == config
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("8GB", 8 * 10**9), ("7.5GiB", 15 * 2**29), ("12", 12), ("2m", 2 * 10**6)]
+)
+def test_memory_is_told_with_a_unit(llm, invoke, text, num_bytes) -> None:
+    invoke("run", "dir", "--prompt", "x", "--kv-cache-bytes", text)
+    assert opened(llm)["config"].kv_cache_bytes == RuntimeConfig(kv_cache_bytes=text).kv_cache_bytes == num_bytes
+    parameters = {"engine_dir": "x", "kv_cache_bytes": text}
+    assert ModelSettings.from_parameters(parameters).runtime.kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize("text", ["8 gigabytes", "", "-1", "1e9", "0"])
+def test_a_size_that_is_none_is_refused(invoke, text) -> None:
+    result = invoke("run", "dir", "--prompt", "x", "--kv-cache-bytes", text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--kv-cache-bytes: expected " in result.stderr
 
 
 @pytest.mark.parametrize(("words", "value"), [([], None), (["--overlap"], True), (["--no-overlap"], False)])

@@ -133,6 +133,13 @@ def test_a_caller_may_refuse_before_the_load(engine_dir: Path) -> None:
         LLM(engine_dir, before_load=lambda reader: reader.read("x" * 95))
 
 
+@pytest.mark.parametrize("words", [["--json-schema", '{"type": 1}'], ["--regex", "(a"], ["--grammar", "x"]])
+def test_a_constraint_is_compiled_before_the_load(engine_dir: Path, invoke: Invoke, words: list[str]) -> None:
+    result = invoke("run", engine_dir, *P, *words)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "expected one that llguidance compiles" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "said"),
     [

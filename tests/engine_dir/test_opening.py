@@ -29,6 +29,16 @@ def test_an_engine_may_be_moved(built: Path, tmp_path: Path) -> None:
     assert EngineDir.open(moved).manifest == EngineDir.open(built).manifest
 
 
+def test_the_command_that_mends_a_directory_is_said_once_for_where_it_is_now(built: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(built, tmp_path / "elsewhere")
+    shutil.rmtree(moved / "tokenizer")
+    with pytest.raises(EngineDirError) as caught:
+        EngineDir.open(moved)
+    *missing, remedy = str(caught.value).splitlines()[1:]
+    assert len(missing) > 1 and {line.split(": ")[1] for line in missing} == {"expected a file, found none."}
+    assert remedy.endswith(f"dflash-trt build pair.yaml -o {moved} --overwrite")
+
+
 def test_an_engine_from_before_chat_templates_had_options_opens_without_any(engine: Path) -> None:
     fields = read_json(engine / "config.json")
     del fields["chat_template_options"]
@@ -63,7 +73,7 @@ def test_what_is_no_engine_directory_is_refused(checkpoints: Path, tmp_path: Pat
 def test_another_version_is_refused_before_anything_else(engine: Path) -> None:
     edit_json(engine / "config.json", version=1, nonsense=True)
     _assert_refused(
-        engine, "expected engine version 3, found version 1", "dflash-trt build pair.yaml -o engine --overwrite"
+        engine, "expected engine version 3, found version 1", f"dflash-trt build pair.yaml -o {engine} --overwrite"
     )
 
 

@@ -77,6 +77,15 @@ def test_the_same_prompt_twice_at_once_keeps_one_snapshot() -> None:
     assert run(driver, "c", SYSTEM) == 8
 
 
+def test_the_first_of_several_chunks_on_their_way_restores_the_state() -> None:
+    driver = make_recurrent(4, num_pages=40, max_num_tokens=8)
+    run(driver, "a", SYSTEM)
+    driver.add(make_request("b", SYSTEM + [2] * 20))
+    steps = [driver.scheduler.plan() for _ in range(2)]
+    assert [len(step.plan.restores.slots) for step in steps] == [1, 0]
+    driver._take(driver.scheduler.commit(steps[0], driver.executor.submit(steps[0].plan).result()))
+
+
 @pytest.mark.parametrize("leave", ["cancel", "preempt", "pause"])
 def test_a_request_that_leaves_before_its_first_step_is_over_holds_no_snapshot(leave: str) -> None:
     driver = make_recurrent(1)

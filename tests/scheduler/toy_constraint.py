@@ -61,6 +61,7 @@ class ToyMatcher:
         for count, token in enumerate(token_ids):
             if self.is_finished:
                 return count
+            assert token not in self._stop_token_ids, "it is no part of the text"
             if token not in self.allowed(self.tokens):
                 raise ConstraintError(f"token {token} behind {self.tokens}")
             self.tokens.append(token)

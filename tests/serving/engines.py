@@ -13,6 +13,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
 from dflash_trt.serving.text import TextCodec
@@ -76,9 +77,12 @@ def make_generator(
     executor: FakeExecutor | None = None, *, codec: TextCodec | None = None, seed: int | None = None, **options: Any
 ) -> Generator:
     eos_token_ids = options.pop("eos_token_ids", ())
-    return Generator(
-        make_loop(executor, **options), vocab_size=VOCAB_SIZE, codec=codec, eos_token_ids=eos_token_ids, seed=seed
-    )
+    loop = make_loop(executor, **options)
+    return Generator(loop, make_reader(loop, codec), eos_token_ids=eos_token_ids, seed=seed)
+
+
+def make_reader(loop: EngineLoop, codec: TextCodec | None = None) -> RequestReader:
+    return RequestReader(codec, vocab_size=VOCAB_SIZE, max_tokens=loop.limits.max_seq_len - 1)
 
 
 def make_codec(path: Path) -> TextCodec:

@@ -23,8 +23,7 @@ from dflash_trt.servers.triton.metrics import MetricBook
 from dflash_trt.servers.triton.service import EngineService as TritonService
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving import grammar_trial, mask_threads
-from dflash_trt.serving.constraints import Constraints
-from dflash_trt.serving.grammar import GrammarMatcher
+from dflash_trt.serving.grammar import GrammarCompiler, GrammarMatcher
 from dflash_trt.serving.llm import LLM
 from tests.factories import make_target, make_zlab_drafter
 from tests.serving.engines import until
@@ -156,9 +155,9 @@ def test_a_request_that_left_while_its_constraint_compiled_is_cancelled(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, compiles = EngineService(llm, sampling_defaults={}), threading.Event()
-    right = Constraints.compile
+    right = GrammarCompiler.compile
 
-    def compile_late(self: Constraints, sampling: SamplingParams) -> Any:
+    def compile_late(self: GrammarCompiler, sampling: SamplingParams) -> Any:
         compiles.wait(30)
         return right(self, sampling)
 
@@ -171,7 +170,7 @@ def test_a_request_that_left_while_its_constraint_compiled_is_cancelled(
             await asking
         compiles.set()
 
-    monkeypatch.setattr(Constraints, "compile", compile_late)
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
     asyncio.run(leave())
     until(lambda: llm.statistics.scheduler.num_running_now == 0)  # type: ignore[union-attr]
     llm.check_integrity()

@@ -21,7 +21,15 @@ from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
-from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_generator, make_loop
+from tests.serving.engines import (
+    VOCAB_SIZE,
+    WAIT_S,
+    GatedExecutor,
+    make_executor,
+    make_generator,
+    make_loop,
+    make_reader,
+)
 from tests.serving.tokenizers import write_panicking
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -62,7 +70,7 @@ def test_numbers_of_numpy_are_token_ids(generator: Generator) -> None:
     array = np.array(ids, dtype=np.int32)
     plain, *others = generator.generate([ids, array, list(array), {"prompt_token_ids": array}], GREEDY)
     assert [output.token_ids for output in others] == [plain.token_ids] * 3
-    assert {type(token_id) for token_id in generator._reader.read(array)} == {int}
+    assert {type(token_id) for token_id in generator._reader.read(array).prompt_token_ids} == {int}
 
 
 def test_template_options_come_with_the_messages(generator: Generator, codec: TextCodec) -> None:
@@ -173,7 +181,7 @@ def test_a_rule_that_the_engine_cannot_keep_is_refused_by_name(bare: Generator, 
 
 def test_without_a_tokenizer_stop_strings_are_refused(bare: Generator) -> None:
     (output,) = bare.generate([[1, 2]], SamplingParams(stop=("x",)))
-    assert "stop strings" in str(output.error)
+    assert "sampling stop: expected none" in str(output.error)
 
 
 def test_sampling_comes_once_for_all_or_once_for_each(generator: Generator) -> None:
@@ -236,7 +244,7 @@ def test_a_stop_string_ends_its_request_in_the_midst_of_a_batch(codec: TextCodec
     loop = make_loop(executor)
     text = codec.decode(executor.target.generate([1], 60))
     stop = next(text[i : i + 3] for i in range(20, 200) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 3])
-    with Generator(loop, vocab_size=VOCAB_SIZE, codec=codec) as generator:
+    with Generator(loop, make_reader(loop, codec)) as generator:
         outputs = generator.generate([[1]] * 20, SamplingParams(max_new_tokens=190, stop=(stop,)))
         statistics = generator.statistics
     assert {output.text for output in outputs} == {text[: text.index(stop)]}

@@ -65,6 +65,10 @@ def assert_same(outputs: list[GenerationOutput], others: list[GenerationOutput])
         )
 
 
+def test_an_engine_says_what_it_is(llm: LLM, engine_dir: Path) -> None:
+    assert repr(llm) == f"<LLM {engine_dir}: qwen3, dflash drafter, on cpu>"
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,7 +20,7 @@ from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk, merged
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits, make_request
-from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_loop, run
+from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_loop, make_reader, run
 from tests.serving.test_engine_failures import BrokenExecutor
 
 STEP_S = 0.004
@@ -93,7 +93,7 @@ def test_text_held_for_a_stop_string_comes_when_the_length_ends_the_request(code
 
 def test_generate_returns_when_the_engine_dies(overlaps: bool) -> None:
     loop = EngineLoop(BrokenExecutor(make_limits()), overlaps=overlaps)
-    generator = Generator(loop, vocab_size=VOCAB_SIZE)
+    generator = Generator(loop, make_reader(loop))
     outputs: list[GenerationOutput] = []
     prompts = [[1, 2], [3], [4, 5, 6]]
     caller = threading.Thread(
@@ -246,7 +246,7 @@ def test_submit_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, stop_token_ids=(9,), logprobs=True, seed=12)
     ready = threading.Event()
     options: dict[str, Any] = {"max_pending_tokens": 77, "on_ready": ready.set}
-    with Generator(loop, vocab_size=VOCAB_SIZE, eos_token_ids=(2,)) as generator:
+    with Generator(loop, make_reader(loop), eos_token_ids=(2,)) as generator:
         stream = generator.submit(
             [4, 5], sampling, request_id="mine", priority=3, queue_timeout_s=8.5, cache_salt="tenant", **options
         )
@@ -300,7 +300,8 @@ def test_the_engines_thread_makes_no_text(codec: TextCodec, loops: list[EngineLo
 @pytest.mark.parametrize("drains", [False, True])
 def test_close_lets_requests_finish_when_it_is_asked_to(drains: bool) -> None:
     executor = GatedExecutor(make_limits(), vocab_size=VOCAB_SIZE)
-    generator = Generator(EngineLoop(executor), vocab_size=VOCAB_SIZE)
+    loop = EngineLoop(executor)
+    generator = Generator(loop, make_reader(loop))
     stream = generator.submit([1, 2, 3], SamplingParams(max_new_tokens=20))
     assert executor.entered.wait(WAIT_S)
     threading.Timer(0.1, executor.open).start()

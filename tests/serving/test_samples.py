@@ -13,6 +13,7 @@ from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.sampling import MAX_SAMPLES, sample_seed
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.samples import samples_of
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import GatedExecutor, make_executor, make_generator, make_loop, until
@@ -163,7 +164,7 @@ def test_seeds_of_samples_are_far_apart() -> None:
 def _without_thread(loop: object) -> Generator:
     """For a test that takes the steps."""
     loop.start = lambda: None  # type: ignore[attr-defined]
-    return Generator(loop, vocab_size=420)  # type: ignore[arg-type]
+    return Generator(loop, RequestReader(None, vocab_size=420))  # type: ignore[arg-type]
 
 
 def test_the_samples_of_a_request_differ_in_what_makes_them_samples_alone() -> None:

@@ -12,6 +12,7 @@ from dflash_trt.servers.triton.service import EngineService
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.engine import Engine
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.request_reader import RequestReader
 from tests.serving.echo_engine import EchoEngine
 from tests.serving.engines import make_codec
 from tests.triton_server.fake_series import FakeSeries
@@ -28,7 +29,7 @@ def engine() -> EchoEngine:
 
 @pytest.fixture
 def generator(engine: Engine, tmp_path) -> Iterator[Generator]:
-    with Generator(engine, vocab_size=VOCAB_SIZE, codec=make_codec(tmp_path)) as generator:
+    with Generator(engine, RequestReader(make_codec(tmp_path), vocab_size=VOCAB_SIZE)) as generator:
         yield generator
 
 

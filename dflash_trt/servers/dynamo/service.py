@@ -119,7 +119,7 @@ def open_service(
         ConfigError, EngineDirError, CapacityError, RankError: see LLM.
     """
     from dflash_trt.serving.generator import Generator
-    from dflash_trt.serving.llm import open_codec
+    from dflash_trt.serving.llm import open_request_reader
     from dflash_trt.serving.local_engine import checked_config, open_local_engine
 
     if engine.manifest.backend == "tensorrt_llm":
@@ -127,13 +127,10 @@ def open_service(
     config = checked_config(engine, runtime)
     if config.device == "cpu" and all(getattr(config, name) is None for name in KV_BUDGET):
         config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
-    codec = open_codec(engine)
+    reader = open_request_reader(engine)
     local = open_local_engine(engine, config)
     local.watch_prefixes(watcher)
-    target = engine.manifest.target
-    generator = Generator(
-        local, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
-    )
+    generator = Generator(local, reader, eos_token_ids=engine.manifest.target.eos_token_ids, seed=config.seed)
     limits = local.limits
     return EngineService(generator, sampling_defaults=sampling_defaults(engine)), RegisteredLimits(
         max_batch_size=limits.max_batch_size,

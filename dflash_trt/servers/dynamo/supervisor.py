@@ -32,7 +32,7 @@ from dflash_trt.servers.dynamo.environment import (
 )
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, write_card
 from dflash_trt.servers.dynamo.state_directory import state_directory
-from dflash_trt.serving.llm import open_codec, open_prompt_reader
+from dflash_trt.serving.llm import open_request_reader
 
 _POLL_S = 0.1
 _MAX_PAUSE_S = 30.0
@@ -277,14 +277,14 @@ class Supervisor:
     def _gateway(self) -> _Child:
         service = self._service
         engine = EngineDir.open(service.worker.engine_dir)
-        reader = open_prompt_reader(engine, open_codec(engine))
-        assert reader.max_text_bytes is not None  # the engine has a tokenizer: see card_source
+        max_text_bytes = open_request_reader(engine).prompts.max_text_bytes
+        assert max_text_bytes is not None  # the engine has a tokenizer: see card_source
         task = GatewaySettings(
             host=service.host,
             port=service.port,
             frontend_url=self._frontend_url,
             max_prompt_tokens=engine.manifest.build_config.max_seq_len - 1,
-            max_text_bytes=reader.max_text_bytes,
+            max_text_bytes=max_text_bytes,
             has_tool_call_parser=service.worker.tool_call_parser is not None,
         )
         return self._make_child(name="gateway", task=task, environment=local_environment(self._state))

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_origin, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, ErrorCollector, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.runtime_config import RuntimeConfig, value_type, without_none
+from dflash_trt.core.runtime_config import RuntimeConfig, reads_text, value_type, without_none
 
 # Parameters that Triton's Python backend reads itself.
 ENVIRONMENT_PARAMETER = "EXECUTION_ENV_PATH"
@@ -84,7 +84,8 @@ class ModelSettings:
                 problems.append(problem(f"parameter '{name}'", expected="a known one", found="another", hint=hint))
                 continue
             try:
-                values[name] = _parsed(text, types[name])
+                is_read_later = name in _RUNTIME_TYPES and reads_text(name)
+                values[name] = text if is_read_later else _parsed(text, types[name])
             except ValueError as error:
                 problems.append(problem(f"parameter '{name}'", expected=str(error), found=repr(text)))
         if "engine_dir" not in parameters:
@@ -123,7 +124,7 @@ def _parsed(text: str, expected: Any) -> Any:
             return expected(text)
         except ValueError:
             raise ValueError("an integer" if expected is int else "a number") from None
-    if expected is str or get_origin(expected) is dict:  # RuntimeConfig reads its mappings itself
+    if expected is str:
         return text
     names = json.loads(text) if text.startswith("[") else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

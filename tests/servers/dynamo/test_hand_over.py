@@ -147,7 +147,7 @@ class Opening:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", backend: str = "torch") -> None:
         self.config: RuntimeConfig | None = None
         self.watchers: list[Any] = []
-        target = SimpleNamespace(vocab_size=77, eos_token_ids=(5, 6))
+        target = SimpleNamespace(eos_token_ids=(5, 6))
         self.engine: Any = SimpleNamespace(
             path=Path("engine"), manifest=SimpleNamespace(backend=backend, target=target, build_config=LIMITS)
         )
@@ -157,7 +157,7 @@ class Opening:
         resolved = "dflash_trt.serving.local_engine.checked_config"
         monkeypatch.setattr(resolved, lambda engine, config: config.replaced(device=device))
         monkeypatch.setattr("dflash_trt.serving.local_engine.open_local_engine", self._open)
-        monkeypatch.setattr("dflash_trt.serving.llm.open_codec", lambda engine: "codec")
+        monkeypatch.setattr("dflash_trt.serving.llm.open_request_reader", lambda engine: "reader")
         monkeypatch.setattr("dflash_trt.serving.generator.Generator", self.generator)
         monkeypatch.setattr("dflash_trt.serving.llm.LLM", self.llm)
         monkeypatch.setattr(service, "sampling_defaults", lambda engine: {"top_k": 3})
@@ -175,7 +175,7 @@ class Opening:
 def test_a_generator_gets_all_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = Opening(monkeypatch)
     opening.run(RuntimeConfig(seed=8))
-    expected = {"engine": opening.local, "vocab_size": 77, "codec": "codec", "eos_token_ids": (5, 6), "seed": 8}
+    expected = {"engine": opening.local, "reader": "reader", "eos_token_ids": (5, 6), "seed": 8}
     assert opening.generator.arguments == expected
     assert opening.watchers == ["watcher"]
 
