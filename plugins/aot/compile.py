@@ -54,6 +54,7 @@ class CompiledKernel:
     constants: tuple[tuple[str, int], ...]
     grid: tuple[str, str, str]
     cubin: bytes
+    ptx: str  # that the cubin was assembled from
     is_cached: bool = False  # from an earlier build
 
     @property
@@ -125,6 +126,7 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
         constants=variant.constants,
         grid=variant.grid,
         cubin=compiled.asm["cubin"],
+        ptx=compiled.asm["ptx"],
         is_cached=hits == [True],
     )
 

@@ -19,6 +19,7 @@ from plugins.aot.rules import rules_header, shared_facts
 
 MANIFEST: Final = "manifest.json"
 IMAGE: Final = "cubins.bin"
+PTX_DIR: Final = "ptx"  # what the cubins were assembled from, by their sha256; nothing embeds it
 TABLE: Final = "embedded_kernels.cpp"
 ASSEMBLY: Final = "embedded_cubins.S"
 RULES: Final = "launch_rules.h"
@@ -45,6 +46,9 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
     }
     text = json.dumps(manifest, indent=1) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
+    (out / PTX_DIR).mkdir(exist_ok=True)
+    for kernel in fitting:
+        _write(out / PTX_DIR / f"{kernel.sha256}.ptx", kernel.ptx.encode())
     _write(out / IMAGE, image)
     _write(out / ASSEMBLY, assembly_source(IMAGE).encode())
     _write(out / RULES, rules_header().encode())

@@ -17,10 +17,3 @@ def convert_exactly(convert: Any) -> Any:
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     return converted
-
-
-def round_fp8_as_hardware() -> None:
-    """In this process, for good."""
-    from triton.runtime import interpreter
-
-    interpreter._convert_float = convert_exactly(interpreter._convert_float)

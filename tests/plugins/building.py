@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Every kernel once or twice, of a size that compiles fast and that an interpreter can run.
+# Every kernel once or twice, of a size that compiles fast and is executed fast on a CPU.
 SMALL_KERNELS = (
     *("--dtypes", "float32", "--pages", "network,float8_e4m3fn", "--head-dims", "16", "--max-requests", "16"),
     *(

@@ -16,7 +16,7 @@ def results(built: BuiltLibrary, tmp_path_factory: pytest.TempPathFactory) -> di
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("needs TensorRT-RTX, which holds the network: pip install 'dflash-trt[check]'")
     root: Path = tmp_path_factory.mktemp("pair")
-    module = "tests.plugins.interpreted_engine"
+    module = "tests.plugins.executed_engine"
     done = run_python(module, built.kernels, built.fake_driver, built.manifest, root)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The C++ launchers against PyTorch, with every launch executed by Triton's interpreter; see interpreted_library.py."""
+"""The C++ launchers against PyTorch, with every launch's PTX executed; see executed_library.py."""
 
 import json
 import re
@@ -20,7 +20,7 @@ DELTA_TOLERANCE = 5e-5  # of numbers up to 10
 
 @pytest.fixture(scope="module")
 def results(built: BuiltLibrary) -> dict[str, Any]:
-    done = run_python("tests.plugins.interpreted_library", built.kernels, built.fake_driver, built.manifest)
+    done = run_python("tests.plugins.executed_library", built.kernels, built.fake_driver, built.manifest)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["errors"] == []

@@ -1,6 +1,6 @@
-"""A whole TensorRT step whose plugin nodes are the plugin library's own launches; see interpreted_library.py.
+"""A whole TensorRT step whose plugin nodes are the plugin library's own launches; see executed_library.py.
 
-    python -m tests.plugins.interpreted_engine LIBRARY DRIVER MANIFEST DIR
+    python -m tests.plugins.executed_engine LIBRARY DRIVER MANIFEST DIR
 
 Everything but the nodes is the network that TensorRT-RTX holds, executed in PyTorch; pages are reached as on a GPU, by
 the addresses in `state_pools`. Prints one JSON object.
@@ -8,14 +8,10 @@ the addresses in `state_pools`. Prints one JSON object.
 
 import importlib.util
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import pytest
 import tensorrt_rtx
@@ -35,10 +31,9 @@ from dflash_trt.core.step_plan import ExecutorLimits
 from tests import engines
 from tests.engines import decode, make_executor
 from tests.factories import make_target
-from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.delta_cases import NET, NUM_RECORDS
-from tests.plugins.interpreted_library import InterpretingDriver
+from tests.plugins.executed_library import ExecutingDriver
 from tests.plugins.latent_cases import LATENT_DIM, ROPE_DIM
 from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
@@ -238,8 +233,7 @@ def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
 
 def main() -> dict[str, Any]:
     library_path, driver_path, manifest_path, root = (Path(argument) for argument in sys.argv[1:])
-    driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
-    round_fp8_as_hardware()
+    driver = ExecutingDriver(driver_path, manifest_path)
     nodes = LibraryNodes(PluginLibrary(library_path))
     pair = make_pair(root, target={"num_hidden_layers": 2}, num_layers=1, target_layer_ids=(0, 1), head_dim=16)
     results: dict[str, Any] = {"tokens": {}, "canary": {}}

@@ -1,34 +1,28 @@
 """The plugin library's launches, executed on a CPU.
 
-    python -m tests.plugins.interpreted_library LIBRARY DRIVER MANIFEST
+    python -m tests.plugins.executed_library LIBRARY DRIVER MANIFEST
 
-A stand-in for the CUDA driver hands every launch back, and Triton's interpreter runs the very kernel that the launch
-names, with the arguments and the grid that the library passed. So what is compared with PyTorch is the C++: which
-variants, which arguments in which order, which grids, which workspace. It runs in a process of its own, because the
-stand-in answers to the name libcuda.so.1. Prints one JSON object.
+A stand-in for the CUDA driver hands every launch back, and the PTX that its cubin was assembled from is executed
+with the parameters and the grid that the library passed. So what is compared with PyTorch is what ships: the compiled
+kernels, and the C++ that chooses variants, arguments, grids and workspace. It runs in a process of its own, because
+the stand-in answers to the name libcuda.so.1. Prints one JSON object.
 """
 
 import ctypes
 import hashlib
 import json
 import mmap
-import os
-import pkgutil
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
 from torch import Tensor
 
-from dflash_trt import kernels
-from dflash_trt.core.dtype import torch_dtype, triton_type
-from tests.kernels.exact_fp8 import round_fp8_as_hardware
+from plugins.aot.compile import NUM_SCRATCH_POINTERS
+from plugins.aot.manifest import PTX_DIR
+from software_gpu.ptx.library import PtxKernel
 from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import DeltaCase, kept_state
@@ -38,10 +32,6 @@ from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.latent_cases import LatentCase
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
-
-POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "uint8", "int32", "int64")
-POINTED = {triton_type(torch_dtype(name)): torch_dtype(name) for name in POINTED_NAMES}
-SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
 class _Launch(ctypes.Structure):
@@ -56,13 +46,14 @@ class _Launch(ctypes.Structure):
     )
 
 
-class InterpretingDriver:
-    """Runs launches; `launched` names them."""
+class ExecutingDriver:
+    """Runs launches; `launched` names them. Asynchronous work of a kernel is done at the last moment it may be."""
 
-    def __init__(self, driver: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, driver: Path, manifest: Path) -> None:
         self._driver = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
-        self._manifest = manifest
-        self._kernels = _kernels()
+        self._variants = json.loads(manifest.read_text())["kernels"]
+        self._ptx_dir = manifest.parent / PTX_DIR
+        self._kernels: dict[str, PtxKernel] = {}  # by the cubin's hash
         self.launched: list[str] = []
         self.errors: list[str] = []
         self._callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))(self._on_launch)
@@ -77,47 +68,37 @@ class InterpretingDriver:
 
     def _on_launch(self, pointer: Any) -> None:
         try:
-            self._interpret(pointer.contents)
+            self._execute(pointer.contents)
         except Exception as error:  # noqa: BLE001  (an exception cannot pass through C)
             self.errors.append(f"{type(error).__name__}: {error}")
 
-    def _interpret(self, launch: _Launch) -> None:
+    def _execute(self, launch: _Launch) -> None:
         variant = self._variant(launch)
         self.launched.append(variant["variant"])
         assert tuple(launch.block) == (32 * variant["num_warps"], 1, 1)
         assert launch.shared_bytes == variant["shared_bytes"]
-        num_arguments = len(variant["arguments"])
-        arguments = {
-            argument["name"]: _value(argument["type"], launch.arguments[i])
-            for i, argument in enumerate(variant["arguments"])
-        }
-        for i in range(self._manifest["num_scratch_pointers"]):
-            assert ctypes.c_void_p.from_address(launch.arguments[num_arguments + i]).value is None
-        kernel = self._kernels[variant["kernel"]]
-        kernel[tuple(launch.grid)](**arguments, **variant["constants"])
+        kernel = self._kernel(variant)
+        last_offset, last_size = kernel.parameters[-1]
+        parameters = bytearray(last_offset + last_size)
+        for i, (offset, size) in enumerate(kernel.parameters):
+            parameters[offset : offset + size] = ctypes.string_at(launch.arguments[i], size)
+        assert not any(parameters[kernel.parameters[-NUM_SCRATCH_POINTERS][0] :]), "Triton's scratch areas are empty"
+        kernel.launch(tuple(launch.grid), launch.block[0], launch.shared_bytes, bytes(parameters))
+
+    def _kernel(self, variant: dict[str, Any]) -> PtxKernel:
+        sha256 = variant["sha256"]
+        if sha256 not in self._kernels:
+            self._kernels[sha256] = PtxKernel((self._ptx_dir / f"{sha256}.ptx").read_text(), variant["entry"])
+        return self._kernels[sha256]
 
     def _variant(self, launch: _Launch) -> dict[str, Any]:
         """By the cubin's bytes: what the driver would have executed."""
-        for variant in self._manifest["kernels"]:
+        for variant in self._variants:
             if variant["entry"].encode() == launch.entry:
                 image = ctypes.string_at(launch.image, variant["num_bytes"])
                 if hashlib.sha256(image).hexdigest() == variant["sha256"]:
                     return dict(variant)
         raise AssertionError(f"no variant of the manifest has the cubin of {launch.entry!r}")
-
-
-def _kernels() -> dict[str, Any]:
-    """Of the package, by the names of their functions."""
-    modules = [import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)]
-    return {name: item for module in modules for name, item in vars(module).items() if name.endswith("_kernel")}
-
-
-def _value(type_: str, address: int) -> Any:
-    if not type_.startswith("*"):
-        return SCALARS[type_].from_address(address).value
-    start = ctypes.c_void_p.from_address(address).value
-    memory = bytearray(16) if start is None else (ctypes.c_byte * 16).from_address(start)
-    return torch.frombuffer(memory, dtype=POINTED[type_[1:]])
 
 
 def compare(
@@ -141,7 +122,7 @@ def compare(
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def run_experts(library: Any, driver: InterpretingDriver, case: ExpertsCase) -> dict[str, Any]:
+def run_experts(library: Any, driver: ExecutingDriver, case: ExpertsCase) -> dict[str, Any]:
     """The largest difference from PyTorch's, of the largest result; also with one expert's codes corrupted."""
     inputs, fields = case.node()
     [expected] = reference("Experts", inputs, fields)
@@ -158,7 +139,7 @@ def run_experts(library: Any, driver: InterpretingDriver, case: ExpertsCase) -> 
     }
 
 
-def run_delta(library: Any, driver: InterpretingDriver, case: DeltaCase) -> dict[str, Any]:
+def run_delta(library: Any, driver: ExecutingDriver, case: DeltaCase) -> dict[str, Any]:
     """The largest difference of results and of the state behind them; also with every third row's decay corrupted.
 
     Records behind the last row of a block, and those of prompts, mean nothing.
@@ -182,7 +163,7 @@ def run_delta(library: Any, driver: InterpretingDriver, case: DeltaCase) -> dict
     }
 
 
-def run_latents(library: Any, driver: InterpretingDriver, case: LatentCase) -> dict[str, Any]:
+def run_latents(library: Any, driver: ExecutingDriver, case: LatentCase) -> dict[str, Any]:
     """The largest difference of results and of pages; also with one row corrupted, or the key's factor, which only
     prompts that begin are attended with. No address: pages stay as they are. Behind the queries there is no memory.
     """
@@ -244,9 +225,8 @@ def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) ->
 
 def main() -> dict[str, Any]:
     library_path, driver_path, manifest_path = (Path(argument) for argument in sys.argv[1:])
-    driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
+    driver = ExecutingDriver(driver_path, manifest_path)
     library = PluginLibrary(library_path)
-    round_fp8_as_hardware()
     results: dict[str, Any] = {"differences": {}, "spoilt": {}, "launches": {}}
     for node, case_name in PAIRS:
         driver.launched.clear()
@@ -274,7 +254,7 @@ def main() -> dict[str, Any]:
     return results
 
 
-def refusals(library: Any, driver: InterpretingDriver) -> dict[str, str]:
+def refusals(library: Any, driver: ExecutingDriver) -> dict[str, str]:
     """What the library says of what it cannot do."""
     case = CASES["verify"]
 
