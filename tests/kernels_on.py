@@ -1,8 +1,10 @@
 """What executes kernels in this process and its children, by the variable KERNELS_ON.
 
     interpreter           Triton's interpreter, unless told
-    ptx[+races][+early]   what Triton compiles for SM90, executed by software_gpu: with a search for races, and with
-                          asynchronous work done at once, not at the last moment that waits allow
+    ptx[+OPTION]...       what Triton compiles for SM90, executed by software_gpu
+        +sm100, +sm103    compiled for this architecture instead
+        +races            with a search for races
+        +early            with asynchronous work done at once, not at the last moment that waits allow
 
 A machine with a CUDA GPU runs kernels on it, whatever the variable says.
 """
@@ -13,18 +15,19 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-_OPTIONS: Final = {"interpreter": frozenset[str](), "ptx": frozenset({"races", "early"})}
+_OPTIONS: Final = {"interpreter": frozenset[str](), "ptx": frozenset({"races", "early", "sm100", "sm103"})}
 
 
 def _chosen() -> tuple[str, frozenset[str]]:
     written = os.environ.get("KERNELS_ON", "interpreter")
     name, *options = written.split("+")
     if name not in _OPTIONS or not _OPTIONS[name].issuperset(options):
-        raise ValueError(f"KERNELS_ON: expected interpreter or ptx[+races][+early], found {written!r}.")
+        raise ValueError(f"KERNELS_ON: expected interpreter or ptx[+sm100|+sm103][+races][+early], found {written!r}.")
     return ("gpu" if torch.cuda.is_available() else name), frozenset(options)
 
 
 KERNELS_ON, _CHOSEN_OPTIONS = _chosen()
+ARCHITECTURE: Final = next((int(option[2:]) for option in sorted(_CHOSEN_OPTIONS) if option.startswith("sm")), 90)
 DEVICE: Final = torch.device("cuda" if KERNELS_ON == "gpu" else "cpu")
 
 _Value = TypeVar("_Value")
@@ -49,4 +52,6 @@ def set_up_kernels() -> None:
     elif KERNELS_ON == "ptx":
         from software_gpu.triton_driver import install
 
-        install(is_late="early" not in _CHOSEN_OPTIONS, finds_races="races" in _CHOSEN_OPTIONS)
+        install(
+            architecture=ARCHITECTURE, is_late="early" not in _CHOSEN_OPTIONS, finds_races="races" in _CHOSEN_OPTIONS
+        )

@@ -13,6 +13,8 @@ const DecodeTable& table() {
         add_memory(made);
         add_warp_wide(made);
         add_matrix(made);
+        add_mbarrier(made);
+        add_tcgen05(made);
         return made;
     }();
     return all;

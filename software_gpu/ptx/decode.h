@@ -62,5 +62,8 @@ void add_conversions(DecodeTable& table);
 void add_memory(DecodeTable& table);
 void add_warp_wide(DecodeTable& table);
 void add_matrix(DecodeTable& table);
+void add_mbarrier(DecodeTable& table);
+void add_tcgen05(DecodeTable& table);
+void decode_tensor_core(Decoder& decoder);  // tcgen05.mma, .commit
 
 }  // namespace software_gpu

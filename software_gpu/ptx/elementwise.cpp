@@ -228,10 +228,20 @@ void decode_binary(Decoder& decoder) {
     }
 }
 
+template <auto kFloat>
+constexpr auto kOfThree = [](float a, float b, float c) { return kFloat(kFloat(a, b), c); };
+
+template <auto kFloat, auto kFloatNan>
+void decode_extremum_of_three(Decoder& decoder) {  // Blackwell
+    if (!(last_type(decoder) == Type{'f', 32}) || decoder.has("abs") || decoder.has("xorsign")) decoder.refuse("three arguments of this type");
+    set_operands(decoder, 32, 3);
+    decoder.instruction().run = decoder.has("NaN") ? ternary_float<kOfThree<kFloatNan>>(decoder, {'f', 32}) : ternary_float<kOfThree<kFloat>>(decoder, {'f', 32});
+}
+
 template <auto kInteger, auto kRelu, auto kFloat, auto kFloatNan, auto kFloatXorSign>
 void decode_extremum(Decoder& decoder) {
     const Type type = last_type(decoder);
-    if (decoder.num_operands() != 3) decoder.refuse("three arguments are not implemented");
+    if (decoder.num_operands() == 4) return decode_extremum_of_three<kFloat, kFloatNan>(decoder);
     if (decoder.has("relu") && type == Type{'s', 32}) {
         set_operands(decoder, 32, 2);
         decoder.instruction().run = map<int32_t, kRelu, int32_t, int32_t>;

@@ -8,6 +8,7 @@ namespace {
 
 constexpr uint64_t kTurn = 20'000;        // instructions of a warp before the next one
 constexpr uint64_t kBlockTurn = 4'000'000;  // of a block that waits for another
+constexpr int kMaxStalledTurns = 1'000;      // of all warps in a row
 
 std::string lanes_text(Mask mask) {
     char text[16];
@@ -31,37 +32,48 @@ std::string place_of(const Kernel& kernel, const Instruction& instruction) {
 // ---- blocks
 
 Block::Block(const Launch& of_launch, std::array<uint32_t, 3> block_index, uint64_t linear)
-    : launch(of_launch), index(block_index), linear_index(linear) {
+    : launch(of_launch), index(block_index), linear_index(linear), num_warps((of_launch.num_threads + kLanes - 1) / kLanes) {
     shared.assign(std::max(launch.shared_bytes, 16), 0xff);  // NaN in every float format
     if (launch.options.finds_races) shadow.resize(shared.size());
-    const int num_warps = (launch.num_threads + kLanes - 1) / kLanes;
     warps.reserve(num_warps);
     for (int warp = 0; warp < num_warps; ++warp) warps.emplace_back(*this, warp);
 }
 
 bool Block::run() {
     uint64_t before = 0;
+    int num_stalled_turns = 0;
     for (const Warp& warp : warps) before += warp.num_instructions;
     while (true) {
-        bool is_done = true, has_run = false;
+        bool is_done = true, has_run = false, is_stalled = true;
         uint64_t after = 0;
         for (Warp& warp : warps) {
             if (!warp.is_done && !warp.is_waiting) {
                 warp.run(kTurn);
                 has_run = true;
+                is_stalled = is_stalled && warp.is_stalled;
             }
             is_done = is_done && warp.is_done;
             after += warp.num_instructions;
         }
-        if (is_done) return true;
-        if (!has_run) {
-            std::string who;
-            for (const Warp& warp : warps)
-                if (warp.is_waiting) who += " " + std::to_string(warp.index);
-            throw Fault("block " + std::to_string(linear_index) + ": warps" + who + " wait at a barrier that the others never reach");
+        if (is_done) {
+            require_ended();
+            return true;
         }
+        num_stalled_turns = is_stalled ? num_stalled_turns + 1 : 0;
+        if (!has_run || num_stalled_turns > kMaxStalledTurns) refuse_endless_wait(has_run);
         if (after - before > kBlockTurn) return false;
     }
+}
+
+void Block::refuse_endless_wait(bool is_at_mbarrier) const {
+    std::string who;
+    for (const Warp& warp : warps)
+        if (is_at_mbarrier ? warp.is_stalled && !warp.is_done : warp.is_waiting) who += " " + std::to_string(warp.index);
+    throw Fault("block " + std::to_string(linear_index) + ": warps" + who + " wait " + (is_at_mbarrier ? "for a phase of an mbarrier that never ends" : "at a barrier that the others never reach"));
+}
+
+void Block::require_ended() const {
+    if (tensor_memory && tensor_memory->has_allocations()) throw Fault(launch.kernel.entry->name + ", block " + std::to_string(linear_index) + " ends without tcgen05.dealloc of its tensor memory");
 }
 
 void Block::arrive(int which, Warp& warp, int num_threads, bool waits) {
@@ -69,12 +81,18 @@ void Block::arrive(int which, Warp& warp, int num_threads, bool waits) {
     if (barrier.num_arrived && barrier.num_expected != num_threads) throw Fault("a barrier with another number of threads than before");
     barrier.num_expected = num_threads;
     barrier.num_arrived += kLanes;
+    if (!barrier.clock) barrier.clock.emplace(num_warps);
+    barrier.clock->join(warp.clock);
+    warp.tick();
     if (waits) {
         barrier.waiting.push_back(warp.index);
         warp.is_waiting = true;
     }
     if (barrier.num_arrived < num_threads) return;
-    for (const int index_of_warp : barrier.waiting) warps[index_of_warp].is_waiting = false;
+    for (const int index_of_warp : barrier.waiting) {
+        warps[index_of_warp].is_waiting = false;
+        warps[index_of_warp].clock.join(*barrier.clock);
+    }
     barrier = Barrier();
     ++epoch;
 }
@@ -99,12 +117,18 @@ namespace {
 
 }  // namespace
 
+void Block::require_no_mbarrier(uint64_t address, int bytes) const {
+    const auto after = mbarriers.lower_bound(static_cast<uint32_t>(address + bytes));
+    if (after != mbarriers.begin() && std::prev(after)->first + kMbarrierBytes > address) throw Fault("shared memory at " + std::to_string(address) + " holds an mbarrier");
+}
+
 void Block::note_read(const Warp& warp, uint64_t address, int bytes) {
+    require_no_mbarrier(address, bytes);
     const uint32_t me = 1u << warp.index;
     for (int i = 0; i < bytes; ++i) {
         ShadowByte& byte = shadow[address + i];
         if (byte.writer < 0) throw Fault("shared memory that nobody has written, at " + std::to_string(address + i));
-        if (byte.epoch != epoch) byte = {epoch, 0, 0, byte.writer, byte.is_undefined, byte.fence};
+        byte.begin(epoch);
         if (byte.writers && !(byte.writers & me)) refuse_race("a read", address + i, warp.index, byte.writers, " has written");
         byte.readers |= me;
     }
@@ -112,14 +136,20 @@ void Block::note_read(const Warp& warp, uint64_t address, int bytes) {
 
 // Several warps may write the same: compilers let all of them write what all of them have.
 void Block::note_write(const Warp& warp, uint64_t address, const void* content, int bytes, bool is_undefined) {
+    require_no_mbarrier(address, bytes);
     const uint32_t me = 1u << warp.index;
     for (int i = 0; i < bytes; ++i) {
         ShadowByte& byte = shadow[address + i];
-        if (byte.epoch != epoch) byte = {epoch, 0, 0, byte.writer, byte.is_undefined, byte.fence};
+        byte.begin(epoch);
         if (byte.readers & ~me) refuse_race("a write", address + i, warp.index, byte.readers & ~me, " has read");
         const bool is_same = shared[address + i] == static_cast<const uint8_t*>(content)[i];
         if (byte.writers & ~me && !is_same) refuse_race("a write", address + i, warp.index, byte.writers & ~me, " has written");
-        byte = {epoch, byte.writers | me, byte.readers, static_cast<int16_t>(warp.index), is_undefined, warp.num_proxy_fences};
+        if (!warp.clock.has_seen(byte.tensor_core))
+            throw Fault("a race: a write of shared memory at " + std::to_string(address + i) + " by warp " + std::to_string(warp.index) + ", which tcgen05 of warp " + std::to_string(byte.tensor_core.warp) + " reads: no wait for its tcgen05.commit between them");
+        byte.writers |= me;
+        byte.writer = static_cast<int16_t>(warp.index);
+        byte.is_undefined = is_undefined;
+        byte.time = warp.now().time;
     }
 }
 
@@ -141,21 +171,40 @@ void Block::write_shared(const Warp& warp, uint64_t address, const void* content
     std::memcpy(shared.data() + address, content, bytes);
 }
 
+// PTX ISA, "Async Proxy": a fence somewhere between the write and this access.
+void Block::require_fenced(const Clock& clock, uint64_t address) const {
+    const ShadowByte& byte = shadow[address];
+    if (byte.writer < 0) throw Fault("shared memory that nobody has written, at " + std::to_string(address));
+    if (!clock.has_seen({Actor::kWarp, static_cast<uint8_t>(byte.writer), byte.time}))
+        throw Fault("a race: the tensor core reads shared memory at " + std::to_string(address) + ", which warp " + std::to_string(byte.writer) + " has written, without a barrier between them");
+    if (clock.fenced(byte.writer) < byte.time)
+        throw Fault("the tensor core reads shared memory at " + std::to_string(address) + " without a fence.proxy.async after warp " + std::to_string(byte.writer) + " has written it");
+}
+
 bool Block::read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes) {
-    if (!shadow.empty()) {
-        check_shared(address, bytes);
-        const ShadowByte& byte = shadow[address];
-        // PTX ISA, "Async Proxy": the writer's own fence, before the barrier.
-        if (byte.writer >= 0 && byte.fence == warps[byte.writer].num_proxy_fences)
-            throw Fault("the tensor core reads shared memory at " + std::to_string(address) + " without a fence.proxy.async after warp " + std::to_string(byte.writer) + " has written it");
-    }
+    check_shared(address, bytes);
+    if (!shadow.empty()) require_fenced(warp.clock, address);
     return read_shared(warp, address, out, bytes);
+}
+
+void Block::note_tensor_core(const Clock& clock, const Event& event, uint64_t address) {
+    check_shared(address, 16);
+    for (uint64_t at = address; !shadow.empty() && at < address + 16; ++at) {
+        require_fenced(clock, at);
+        shadow[at].tensor_core = event;
+    }
+}
+
+bool Block::read_shared_late(uint64_t address, void* out, int bytes) const {
+    std::memcpy(out, shared.data() + address, bytes);
+    return shadow.empty() || is_defined(address, bytes);
 }
 
 // ---- warps
 
 Warp::Warp(Block& of_block, int warp_index)
-    : block(of_block), index(warp_index), kernel(of_block.launch.kernel), constants(kernel.constants.data()) {
+    : block(of_block), index(warp_index), kernel(of_block.launch.kernel), constants(kernel.constants.data()), clock(of_block.num_warps) {
+    tick();
     registers.resize(size_t{kernel.num_words} * kLanes);
     predicates.resize(kernel.num_predicates);
     defined.resize(kernel.num_words + kernel.num_predicates);
@@ -194,7 +243,7 @@ Mask Warp::live() const {
 
 void Warp::run(uint64_t max_instructions) {
     const uint64_t end = num_instructions + max_instructions;
-    yields = false;
+    yields = is_stalled = false;
     while (!paths.empty() && !is_waiting && !yields && num_instructions < end) step();
     if (!paths.empty()) return;
     if (!copies.empty() || !copy_groups.empty()) {
@@ -235,7 +284,8 @@ void Warp::step() {
             require_defined(instruction, active);
             instruction.run(*this, instruction, active);
             const Mask set = active & ~undefined;
-            for (const uint32_t place : instruction.written) defined[place] = (defined[place] & ~active) | set;
+            if (!instruction.sets_defined)
+                for (const uint32_t place : instruction.written) defined[place] = (defined[place] & ~active) | set;
         }
     } catch (const Fault& fault) {
         const std::string what = fault.what();

@@ -11,7 +11,9 @@
 #include <functional>
 #include <memory>
 
+#include "clock.h"
 #include "program.h"
+#include "tensor_memory.h"
 
 namespace software_gpu {
 
@@ -42,6 +44,7 @@ struct Instruction {
     std::array<int64_t, 8> n{};        // sizes and kinds of the opcode; the handler says which
     Use guard;
     bool has_guard = false;
+    bool sets_defined = false;         // the handler says which results are defined
     bool may_use_in_flight = false;    // registers that an asynchronous product still writes
     bool is_branch = false;
     uint32_t target = 0;
@@ -85,7 +88,13 @@ struct ShadowByte {
     uint32_t writers = 0, readers = 0;   // warps, by bit
     int16_t writer = -1;                 // the last warp that wrote it, ever; -1: none has
     bool is_undefined = false;           // what was written comes from registers that nobody had set
-    uint32_t fence = 0;                  // fences of the asynchronous proxy by the writer before it
+    uint32_t time = 0;                   // the writer's
+    Event tensor_core;                   // the last tcgen05 that reads it
+
+    void begin(uint32_t of_epoch) {
+        if (epoch != of_epoch) writers = readers = 0;
+        epoch = of_epoch;
+    }
 };
 
 struct Launch;
@@ -94,6 +103,18 @@ struct Barrier {
     int num_arrived = 0;      // threads
     int num_expected = 0;
     std::vector<int> waiting;  // warps
+    std::optional<Clock> clock;  // of those that have arrived
+};
+
+constexpr uint32_t kMbarrierBytes = 8;
+
+// PTX ISA, "mbarrier". The object in shared memory is opaque: it is kept here, by its address.
+struct Mbarrier {
+    uint32_t num_expected, num_pending;  // arrivals
+    uint32_t phase = 0;
+    Event init;
+    std::vector<uint32_t> used;          // by warp, when it last did something with it
+    Clock clock, next_clock;             // of the arrivals of phases that have ended, of this one's too
 };
 
 struct Block {
@@ -105,22 +126,36 @@ struct Block {
     void write_shared(const Warp& warp, uint64_t address, const void* bytes_in, int bytes, bool is_undefined = false);
     // Of the tensor core: sees what generic stores wrote only behind a fence of its proxy.
     bool read_shared_by_tensor_core(const Warp& warp, uint64_t address, void* out, int bytes);
+    // tcgen05.mma and .cp: what must have happened before; `event` reads 16 bytes.
+    void note_tensor_core(const Clock& clock, const Event& event, uint64_t address);
+    // At the end of tcgen05, when it may have been written already.
+    bool read_shared_late(uint64_t address, void* out, int bytes) const;
     void arrive(int barrier, Warp& warp, int num_threads, bool waits);
+    Mbarrier& mbarrier(uint32_t address);
+    void arrive(Mbarrier& barrier, const Clock& clock, uint32_t count) const;
 
     const Launch& launch;
     std::array<uint32_t, 3> index;
     uint64_t linear_index;
+    int num_warps;
     std::vector<uint8_t> shared;
     std::vector<ShadowByte> shadow;
     uint32_t epoch = 1;
     std::vector<Warp> warps;
     std::array<Barrier, 16> barriers;
+    std::map<uint32_t, Mbarrier> mbarriers;  // by address
+    std::unique_ptr<TensorMemory> tensor_memory;  // once something is allocated
+    bool may_allocate = true;
 
   private:
     void check_shared(uint64_t address, int bytes) const;
     void note_read(const Warp& warp, uint64_t address, int bytes);
     void note_write(const Warp& warp, uint64_t address, const void* content, int bytes, bool is_undefined);
     bool is_defined(uint64_t address, int bytes) const;
+    void require_no_mbarrier(uint64_t address, int bytes) const;
+    void require_fenced(const Clock& clock, uint64_t address) const;
+    void require_ended() const;
+    [[noreturn]] void refuse_endless_wait(bool is_at_mbarrier) const;
 };
 
 struct Path {
@@ -141,6 +176,16 @@ struct Product {
     const Instruction* instruction;
     uint64_t a, b;  // descriptors, where A is not in registers
     bool accumulates;
+};
+
+// tcgen05.mma, .cp or .commit that has not been waited for.
+struct TensorCoreWork {
+    void (*run)(Warp& warp, const TensorCoreWork& work) = nullptr;  // null: a commit
+    const Instruction* instruction = nullptr;
+    std::array<uint64_t, 6> values{};  // of its operands
+    bool accumulates = false;
+    uint32_t mbarrier = 0;             // address, of a commit
+    std::optional<Clock> clock;        // of a commit
 };
 
 struct Warp {
@@ -184,6 +229,9 @@ struct Warp {
     uint32_t place_in_defined(const Use& use) const { return use.index + (use.is_predicate ? kernel.num_words : 0); }
     Mask undefined_lanes(const Use& use) const { return use.is_constant ? 0 : ~defined[place_in_defined(use)]; }
     Mask live() const;
+    Event event(Actor actor, uint32_t time) const { return {actor, static_cast<uint8_t>(index), time}; }
+    Event now() const { return event(Actor::kWarp, clock.time(Actor::kWarp, index)); }
+    void tick() { clock.set(event(Actor::kWarp, now().time + 1)); }
     // Until it waits, ends, or has had its turn.
     void run(uint64_t max_instructions);
 
@@ -199,13 +247,17 @@ struct Warp {
     int num_in_flight = 0;
     std::vector<Path> paths;
     bool is_waiting = false, is_done = false, yields = false;
+    bool is_stalled = false;              // its turn ended at an mbarrier
     uint64_t num_instructions = 0;
-    uint32_t num_proxy_fences = 0;
+    Clock clock;
     std::vector<Copy> copies;                                   // since the last commit
     std::deque<std::vector<Copy>> copy_groups;
     std::vector<Product> products;                              // since the last commit
     std::deque<std::vector<Product>> product_groups;
     uint32_t num_wgmma_fences = 0;
+    std::deque<TensorCoreWork> tensor_core;                     // in its order
+    std::optional<Clock> tensor_core_clock;                     // of what has been issued
+    uint32_t num_tensor_core = 0, num_tensor_loads = 0, num_tensor_stores = 0;
 
   private:
     void step();

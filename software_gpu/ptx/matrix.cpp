@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "decode.h"
-#include "numbers.h"
+#include "matrix_formats.h"
 
 namespace software_gpu {
 namespace {
@@ -65,35 +65,6 @@ void decode_stmatrix(Decoder& decoder) {
     decoder.instruction().run = store_matrices;
 }
 
-// ---- element types
-
-enum Element : int64_t { kTf32Element, kHalfElement, kBfloatElement, kE4m3Element, kE5m2Element };
-
-Element element_of(const std::string& word) {
-    static const std::map<std::string, Element> kElements = {{"tf32", kTf32Element}, {"f16", kHalfElement}, {"bf16", kBfloatElement}, {"e4m3", kE4m3Element}, {"e5m2", kE5m2Element}};
-    const auto found = kElements.find(word);
-    if (found == kElements.end()) throw Fault("no such element of a matrix: " + word);
-    return found->second;
-}
-int bytes_of(int64_t element) { return element == kTf32Element ? 4 : element >= kE4m3Element ? 1 : 2; }
-
-float element_value(uint32_t bits, int64_t element) {
-    switch (element) {
-        case kTf32Element: return tf32_read(bits);
-        case kHalfElement: return Half{static_cast<uint16_t>(bits)}.value();
-        case kBfloatElement: return Bfloat16{static_cast<uint16_t>(bits)}.value();
-        case kE4m3Element: {
-            static const auto kTable = [] {
-                std::array<float, 256> values;
-                for (int code = 0; code < 256; ++code) values[code] = kE4m3.value(static_cast<uint8_t>(code));
-                return values;
-            }();
-            return kTable[bits & 0xff];
-        }
-        default: return e5m2_value(static_cast<uint8_t>(bits));
-    }
-}
-
 // D[16, N] = A[16, K] B[K, N] + C, row-major; B with rows of `columns`.
 void multiply(const float* a, const float* b, float* c, int n, int k) {
     double sums[256];
@@ -109,7 +80,7 @@ void multiply(const float* a, const float* b, float* c, int n, int k) {
 
 // The 16 rows of A that a warp holds: PTX ISA, figures of the fragments of m16n8k8 (tf32), m16n8k16 and m16n8k32.
 void read_a(Warp& warp, const Use* uses, size_t num_uses, int64_t element, int k, float* a) {
-    const int per = 4 / bytes_of(element);
+    const int per = 32 / bits_of(element);
     for (size_t i = 0; i < num_uses; ++i) {
         const auto* words = warp.lanes<uint32_t>(uses[i]);
         for (int lane = 0; lane < kLanes; ++lane)
@@ -127,7 +98,7 @@ void mma(Warp& warp, const Instruction& instruction, Mask active) {
     const size_t num_a = static_cast<size_t>(instruction.n[3]), num_b = static_cast<size_t>(instruction.n[4]);
     float a[16 * 32], b[32 * 8], c[16 * 8];
     read_a(warp, instruction.from.data(), num_a, instruction.n[0], k, a);
-    const int per = 4 / bytes_of(instruction.n[1]);
+    const int per = 32 / bits_of(instruction.n[1]);
     for (size_t i = 0; i < num_b; ++i) {
         const auto* words = warp.lanes<uint32_t>(instruction.from[num_a + i]);
         for (int lane = 0; lane < kLanes; ++lane)
@@ -164,49 +135,22 @@ void decode_mma(Decoder& decoder) {
     const size_t num_b = instruction.from.size() - num_a;
     decoder.from_all(3, 32);
     instruction.n = {element_of(opcode[opcode.size() - 3]), element_of(opcode[opcode.size() - 2]), k, static_cast<int64_t>(num_a), static_cast<int64_t>(num_b)};
-    if (static_cast<int>(num_a) * 2 * 4 / bytes_of(instruction.n[0]) != k || num_b * 2 != num_a || instruction.to.size() != 4) decoder.refuse("registers that do not fit the shape");
+    if (static_cast<int>(num_a) * 2 * 32 / bits_of(instruction.n[0]) != k || num_b * 2 != num_a || instruction.to.size() != 4) decoder.refuse("registers that do not fit the shape");
     instruction.mixes_lanes = true;
     instruction.run = mma;
 }
 
 // ---- wgmma
 
-// The matrix of a descriptor: PTX ISA, "Matrix Descriptor Format" and "Shared Memory Matrix Layout".
-struct Descriptor {
-    uint32_t start, leading, stride;
-    int swizzle;  // 0: none, 1: 128 bytes, 2: 64, 3: 32
-
-    explicit Descriptor(uint64_t bits)
-        : start(static_cast<uint32_t>(bits & 0x3fff) << 4), leading(static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4),
-          stride(static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4), swizzle(static_cast<int>(bits >> 62 & 3)) {}
-
-    // `row` along M or N, `column` along K. K-major: rows hold consecutive K.
-    uint32_t address(int row, int column, int bytes, bool is_k_major) const {
-        static constexpr uint32_t kWidths[] = {16, 128, 64, 32};
-        static constexpr uint32_t kMasks[] = {0, 7, 3, 1};
-        const uint32_t width = kWidths[swizzle];
-        uint32_t at = start;
-        if (is_k_major) {
-            const uint32_t along = static_cast<uint32_t>(column * bytes);
-            at += row / 8 * stride + row % 8 * width;
-            at += swizzle ? along : along / 16 * leading + along % 16;
-        } else {
-            const int per_width = static_cast<int>(width) / bytes;
-            at += row / per_width * (swizzle ? leading : stride) + column / 8 * (swizzle ? stride : leading) + column % 8 * width + row % per_width * bytes;
-        }
-        return at ^ (at >> 7 & kMasks[swizzle]) << 4;
-    }
-};
-
 // False when some of it is undefined.
 bool read_matrix(Warp& warp, uint64_t bits, int num_rows, int num_columns, int64_t element, bool is_k_major, int first_row, bool is_transposed, float* out) {
     bool is_defined = true;
-    const Descriptor descriptor(bits);
-    const int bytes = bytes_of(element);
+    const SharedMatrix matrix = wgmma_matrix(bits);
+    const int bytes = bits_of(element) / 8;
     for (int row = 0; row < num_rows; ++row)
         for (int column = 0; column < num_columns; ++column) {
             uint32_t content = 0;
-            is_defined &= warp.block.read_shared_by_tensor_core(warp, descriptor.address(first_row + row, column, bytes, is_k_major), &content, bytes);
+            is_defined &= warp.block.read_shared_by_tensor_core(warp, matrix.address(first_row + row, column, 8 * bytes, is_k_major), &content, bytes);
             out[is_transposed ? column * num_rows + row : row * num_columns + column] = element_value(content, element);
         }
     return is_defined;
@@ -306,7 +250,7 @@ void decode_wgmma(Decoder& decoder) {
     else decoder.from(3, 1);
     for (size_t i = 4; i < 6; ++i)
         if (decoder.operand(i).number != 1) decoder.refuse("a product of negated matrices");
-    const bool has_majors = bytes_of(a_element) == 2;
+    const bool has_majors = bits_of(a_element) == 16;
     const auto major = [&](size_t from_the_end) { return static_cast<int64_t>(decoder.operand(decoder.num_operands() - from_the_end).number); };
     instruction.n = {a_element, b_element, n, k, static_cast<int64_t>(num_a), has_majors && !has_a_registers ? major(2) : 0, has_majors ? major(1) : 0, scale_number};
     instruction.may_use_in_flight = instruction.mixes_lanes = true;

@@ -133,12 +133,15 @@ class EntryParser {
             const bool is_first = statement.find_first_not_of(" \t\n\r") == std::string::npos;
             if (c == '{' && is_first) {
                 scopes_.emplace_back();
+                scope_begins_.push_back(entry_.statements.size());
                 ++num_scopes_;
                 statement.clear();
                 continue;
             }
             if (c == '}' && is_first) {
+                bind_labels();
                 scopes_.pop_back();
+                scope_begins_.pop_back();
                 statement.clear();
                 continue;
             }
@@ -153,7 +156,10 @@ class EntryParser {
                 read_statement(trimmed(statement));
                 statement.clear();
             } else if (c == ':' && is_label(statement) && body.compare(i, 2, "::") != 0) {
-                entry_.labels[trimmed(statement)] = static_cast<int>(entry_.statements.size());
+                const std::string name = trimmed(statement);
+                const std::string own = scope_begins_.empty() ? name : std::string("@").append(std::to_string(num_scopes_)).append("_").append(name);
+                if (!scope_begins_.empty()) scopes_.back()[name] = own;
+                entry_.labels[own] = static_cast<int>(entry_.statements.size());
                 statement.clear();
             } else {
                 statement += c;
@@ -168,6 +174,15 @@ class EntryParser {
         for (const char c : name)
             if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_' && c != '$') return false;
         return true;
+    }
+
+    // Branches of a scope may come before their label.
+    void bind_labels() {
+        for (size_t i = scope_begins_.back(); i < entry_.statements.size(); ++i)
+            for (Operand& operand : entry_.statements[i].operands) {
+                const auto found = operand.kind == Operand::Kind::kName ? scopes_.back().find(operand.text) : scopes_.back().end();
+                if (found != scopes_.back().end()) operand.text = found->second;
+            }
     }
 
     void read_location(const std::string& text) { std::sscanf(text.c_str(), ".loc %d %d", &file_, &line_); }
@@ -220,6 +235,7 @@ class EntryParser {
 
     Entry& entry_;
     Scopes scopes_{1};
+    std::vector<size_t> scope_begins_;  // statements before each scope within the entry's
     int num_scopes_ = 0, file_ = 0, line_ = 0;
 };
 

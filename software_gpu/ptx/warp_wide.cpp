@@ -196,7 +196,10 @@ void decode_bar(Decoder& decoder) {
 }
 
 // Memory is the same for all at once: a fence orders nothing more, but for the asynchronous proxy's.
-void proxy_fence(Warp& warp, const Instruction&, Mask) { ++warp.num_proxy_fences; }
+void proxy_fence(Warp& warp, const Instruction&, Mask) {
+    warp.clock.fence();
+    warp.tick();
+}
 void decode_fence(Decoder& decoder) { decoder.instruction().run = decoder.has("proxy") ? proxy_fence : nothing; }
 
 void decode_nothing(Decoder& decoder) { decoder.instruction().run = nothing; }

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 import triton
 
-from tests.kernels_on import KERNELS_ON
+from tests.kernels_on import ARCHITECTURE, KERNELS_ON
 
 _REPLACES: Final = "replaces a function that kernels are interpreted from"
 _COUNTS: Final = "counts launches of the interpreter, and executes no kernel"
@@ -17,7 +17,7 @@ _ONE_CORE: Final = "counts programs as for a machine without multiprocessors"
 
 def _lacks_nvfp4() -> bool:
     """Before 3.9 Triton compiles it for SM100 alone, and an engine refuses it on an older GPU."""
-    if KERNELS_ON == "gpu" and torch.cuda.get_device_capability() >= (10, 0):
+    if ARCHITECTURE >= 100 or (KERNELS_ON == "gpu" and torch.cuda.get_device_capability() >= (10, 0)):
         return False
     return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 

@@ -121,7 +121,7 @@ REFUSED = {
         "setp.lt.u32 %p1, %r1, 1; mov.b32 %r9, 1; @%p1 shfl.sync.bfly.b32 %r9, %r1, 1, 31, 1;",
         {},
     ),
-    "no such instruction": ("tcgen05.wait::ld.sync.aligned; mov.b32 %r9, 1;", {}),
+    "no such instruction": ("tcgen05.shift.cta_group::1.down [%r2]; mov.b32 %r9, 1;", {}),
 }
 
 
