@@ -206,14 +206,36 @@ void require_nearest(const Decoder& decoder) {
 }
 
 void set_operands(Decoder& decoder, int bits, size_t num_sources, int bits_of_result = 0) {
+    const auto& opcode = decoder.statement().opcode;
     if (decoder.num_operands() != num_sources + 1) throw Fault("another number of operands is expected");
+    if (opcode.size() > 2 && is_type(opcode[opcode.size() - 2])) decoder.refuse("arguments of two types");
     decoder.to(0, bits_of_result ? bits_of_result : bits);
     for (size_t i = 1; i <= num_sources; ++i) decoder.from(i, bits);
+}
+
+// PTX ISA, "Mixed Precision Floating Point Instructions" (Blackwell): all arguments but the last are narrow, and exact in
+// float32.
+bool is_mixed(const Decoder& decoder) {
+    const auto& opcode = decoder.statement().opcode;
+    return opcode.size() > 2 && opcode[opcode.size() - 2] == "f32" && is_narrow(last_type(decoder));
+}
+template <auto F, class... T>
+constexpr auto kMixed = [](std::conditional_t<true, uint16_t, T>... a, float last) { return F(T{a}.value()..., last); };
+
+template <auto F, class... Narrow>
+void decode_mixed(Decoder& decoder) {
+    require_nearest(decoder);
+    if (decoder.num_operands() != sizeof...(Narrow) + 2) decoder.refuse();
+    decoder.to(0, 32);
+    for (size_t i = 1; i <= sizeof...(Narrow); ++i) decoder.from(i, 16);
+    decoder.from(sizeof...(Narrow) + 1, 32);
+    decoder.instruction().run = map<float, kMixed<F, Narrow...>, std::conditional_t<true, uint16_t, Narrow>..., float>;
 }
 
 template <auto kInteger, auto kFloat>
 void decode_binary(Decoder& decoder) {
     const Type type = last_type(decoder);
+    if (is_mixed(decoder)) return type.kind == 'g' ? decode_mixed<kFloat, Bfloat16>(decoder) : decode_mixed<kFloat, Half>(decoder);
     require_nearest(decoder);
     set_operands(decoder, storage_bits(type), 2);
     Handler& run = decoder.instruction().run;
@@ -291,6 +313,7 @@ constexpr auto kFmaRelu = [](auto a, auto b, auto c) { const auto sum = std::fma
 
 void decode_fma(Decoder& decoder) {
     const Type type = last_type(decoder);
+    if (is_mixed(decoder)) return type.kind == 'g' ? decode_mixed<kFloatFma, Bfloat16, Bfloat16>(decoder) : decode_mixed<kFloatFma, Half, Half>(decoder);
     require_nearest(decoder);
     set_operands(decoder, storage_bits(type), 3);
     Handler& run = decoder.instruction().run;
