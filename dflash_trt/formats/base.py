@@ -173,7 +173,13 @@ def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out]
     assert scale is not None, f"{type(weight).__name__} has no weight_scale"
     if "weight_scale" not in weight.per_segment:
         return scale
-    return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)
+    return repeated_by_segment(scale, weight.segments)
+
+
+def repeated_by_segment(scale: Tensor, segments: Sequence[int]) -> Tensor:  # [..., segments] -> [..., out]
+    """One number of each segment for all of its rows; nothing waits for a device."""
+    repeats = torch.tensor(segments, device=scale.device)
+    return scale.repeat_interleave(repeats, dim=-1, output_size=sum(segments))
 
 
 def is_of_experts(weight: QuantizedWeight[Tensor]) -> bool:

@@ -89,6 +89,7 @@ def tiled(block_scale: Tensor) -> Tensor:  # [out, in / 16] -> the same scales, 
 def _takes(weight: QuantizedWeight[Tensor]) -> bool:
     assert isinstance(weight, Nvfp4Weight)
     out_size, num_blocks = weight.block_scale.shape
-    has_one_scale = bool((weight.weight_scale == weight.weight_scale[0]).all())
+    scales = weight.weight_scale.cpu()
+    has_one_scale = bool((scales == scales[0]).all())
     is_whole = out_size % _OUT_GRAIN == 0 and num_blocks % TILE_BLOCKS == 0
     return has_fp4_gemm(weight.codes.device) and is_whole and has_one_scale

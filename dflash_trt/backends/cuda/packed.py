@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.formats.base import QuantizedWeight, row_scale
+from dflash_trt.formats.base import QuantizedWeight, repeated_by_segment, row_scale
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
 from dflash_trt.formats.int4 import Int4Weight
@@ -88,8 +88,7 @@ def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..
     scale = None if weight.weight_scale is None else row_scale(weight)
     if weight.input_scale is None:
         return None if scale is None else _dense(scale)
-    repeats = torch.tensor(weight.segments, device=weight.input_scale.device)
-    of_inputs = weight.input_scale.repeat_interleave(repeats, dim=-1)
+    of_inputs = repeated_by_segment(weight.input_scale, weight.segments)
     return of_inputs if scale is None else scale * of_inputs
 
 
@@ -97,7 +96,8 @@ def _input_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [
     scale = weight.input_scale
     if scale is None:
         return None
-    is_shared = bool((scale == scale[..., :1]).all())
+    on_host = scale.cpu()
+    is_shared = bool((on_host == on_host[..., :1]).all())
     return _dense(scale[..., :1] if is_shared else scale)
 
 
