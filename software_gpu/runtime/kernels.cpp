@@ -181,6 +181,13 @@ CUDA_API void** __cudaRegisterFatBinary(void*) { static void* handle; return &ha
 CUDA_API void __cudaRegisterFatBinaryEnd(void**) {}
 CUDA_API void __cudaUnregisterFatBinary(void**) {}
 CUDA_API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+CUDA_API cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
+    constexpr size_t kMostBytes = 4096;  // libtorch's are numbers
+    static auto* memory = new std::map<const void*, std::vector<char>>;
+    Lock lock;
+    *address = memory->try_emplace(symbol, kMostBytes).first->second.data();
+    return cudaSuccess;
+}
 CUDA_API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
     Lock lock;
     names_of_libtorch()[host] = name;
@@ -219,7 +226,7 @@ CUDA_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const
     std::memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
-    attributes->binaryVersion = attributes->ptxVersion = gpu().major * 10 + gpu().minor;
+    attributes->binaryVersion = attributes->ptxVersion = gpu().major * 10;  // PyTorch is built for sm_90 and sm_100, and none of sm_103
     attributes->maxDynamicSharedSizeBytes = 48 << 10;
     return cudaSuccess;
 }

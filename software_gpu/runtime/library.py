@@ -5,7 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,10 @@ def environment(gpu: str = "h200", *, num_devices: int = 1, executes: bool = Fal
 
 
 class SoftwareCuda:
-    """What the library of this process tells. Counts are by name: calls, kernels, bytes copied."""
+    """What the library of this process tells.
+
+    Counts are by name: calls, kernels, bytes copied; with "in graphs: " before it, what launched graphs hold.
+    """
 
     def __init__(self) -> None:
         """Raises OSError where the process was not started with `environment`."""
@@ -98,6 +101,19 @@ class SoftwareCuda:
 
         self.library.software_gpu_each_count(add)
         return found
+
+    def num_launches(self) -> tuple[int, int]:
+        """Of the host, each graph as one; and of the device, the kernels of graphs included. Since the last reset."""
+        from_host, on_device = ctypes.c_long(), ctypes.c_long()
+        self.library.software_gpu_num_launches(ctypes.byref(from_host), ctypes.byref(on_device))
+        return from_host.value, on_device.value
+
+    def watch(self, told: Callable[[str], None]) -> None:
+        """Call `told` from now on, in the thread that causes it, for each problem, and for each call that makes the
+        host wait, copies pageable memory, or allocates or frees memory.
+        """
+        self._watcher = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: told(what.decode()))
+        self.library.software_gpu_watch(self._watcher)
 
     def reset_counts(self) -> None:
         self.library.software_gpu_reset_counts()

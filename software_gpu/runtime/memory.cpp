@@ -7,7 +7,9 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 namespace software_runtime {
 
@@ -78,9 +80,12 @@ cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool 
     const bool is_pageable = (kind == "H2D" && !source) || (kind == "D2H" && !target);
     if (stream->capture && is_pageable) return invalidate(stream, "a copy " + kind + " of pageable memory in a capture");
     if (!stream->capture) count("bytes " + kind + (is_pageable ? ", pageable" : ""), static_cast<long>(bytes));
+    // Weights of a model that only takes address space are not copied.
+    const bool moves = executes() || bytes <= size_t{1} << 20;
+    if (is_pageable || waits) hold_up("a copy " + kind + (is_pageable ? " of pageable memory" : " that the host waits for"));
     if (kind == "H2D" && is_pageable) {  // staged before the call returns
-        auto content = std::make_shared<std::vector<char>>(executes() ? bytes : 0);
-        if (executes()) std::memcpy(content->data(), from, bytes);
+        auto content = std::make_shared<std::vector<char>>(moves ? bytes : 0);
+        if (moves) std::memcpy(content->data(), from, bytes);
         submit(stream, {"copy H2D, pageable", [=] { std::memcpy(to, content->data(), content->size()); }});
         return cudaSuccess;
     }
@@ -92,8 +97,6 @@ cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool 
         ++(pinned->*in_flight);
         protect(begin, *pinned);
     }
-    // Weights of a model that only takes address space are not copied.
-    const bool moves = executes() || bytes <= size_t{1} << 20;
     submit(stream, {"copy " + kind + (is_pageable ? ", pageable" : ""), [=] {
         if (in_flight) {
             Block* pinned = block_at(reinterpret_cast<void*>(begin));
@@ -130,6 +133,13 @@ std::vector<uint64_t> device_ranges() {
 
 using namespace software_runtime;
 
+// Files of weights are mapped privately and larger than the host's memory; what is never written needs none.
+CUDA_API void* mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) noexcept {
+    if (file >= 0 && flags & MAP_PRIVATE) flags |= MAP_NORESERVE;
+    return reinterpret_cast<void*>(syscall(SYS_mmap, address, bytes, protection, flags, file, offset));
+}
+CUDA_API void* mmap64(void* address, size_t bytes, int protection, int flags, int file, off64_t offset) noexcept { return mmap(address, bytes, protection, flags, file, offset); }
+
 // Who watches faults later (Python's faulthandler) gets those that are not of a copy.
 CUDA_API int sigaction(int signal, const struct sigaction* action, struct sigaction* old) noexcept {
     if (signal != SIGSEGV) return system_sigaction()(signal, action, old);
@@ -153,6 +163,7 @@ CUDA_API cudaError_t cudaMalloc(void** address, size_t bytes) {
     used_bytes[device] += bytes;
     peak_bytes[device] = std::max(peak_bytes[device], used_bytes[device]);
     count("cudaMalloc");
+    hold_up("cudaMalloc");
     return cudaSuccess;
 }
 
@@ -171,6 +182,7 @@ CUDA_API cudaError_t cudaFree(void* address) {
     munmap(address, in_pages(found->second.bytes));
     blocks().erase(found);
     count("cudaFree");
+    hold_up("cudaFree");
     return cudaSuccess;
 }
 
@@ -188,6 +200,7 @@ CUDA_API cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
     if (!*address) return fail(cudaErrorMemoryAllocation);
     blocks()[reinterpret_cast<uintptr_t>(*address)] = {bytes, true, current_device()};
     count("cudaHostAlloc");
+    hold_up("cudaHostAlloc");
     return cudaSuccess;
 }
 

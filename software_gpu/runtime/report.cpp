@@ -26,6 +26,8 @@ std::vector<std::string>& problems() {
 
 thread_local cudaError_t last_error = cudaSuccess;
 
+void (*watcher)(const char*) = nullptr;
+
 template <class F>
 F of_python(const char* name) {
     return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
@@ -64,6 +66,7 @@ void problem(const std::string& what) {
         if (known == what) return;
     }
     problems().push_back(what);
+    if (watcher) watcher(("problem: " + what).c_str());
     std::fprintf(stderr, "software GPU: %s\n", what.c_str());
     std::fflush(stderr);
     static const auto is_running = of_python<int (*)()>("Py_IsInitialized");
@@ -71,6 +74,11 @@ void problem(const std::string& what) {
     const int state = of_python<int (*)()>("PyGILState_Ensure")();  // an operator has let go of it
     of_python<int (*)(const char*)>("PyRun_SimpleString")("import traceback; traceback.print_stack(limit=8)");
     of_python<void (*)(int)>("PyGILState_Release")(state);
+}
+
+void hold_up(const std::string& what) {
+    Lock lock;
+    if (watcher) watcher(what.c_str());
 }
 
 cudaError_t fail(cudaError_t error) {
@@ -98,8 +106,16 @@ CUDA_API void software_gpu_submit(void* stream, const char* name, void (*functio
 CUDA_API void software_gpu_problem(const char* what) { problem(what); }
 CUDA_API long software_gpu_num_problems() { Lock lock; return static_cast<long>(problems().size()); }
 CUDA_API const char* software_gpu_problem_at(long index) { Lock lock; return problems()[static_cast<size_t>(index)].c_str(); }
-CUDA_API void software_gpu_reset_counts() { Lock lock; counts().clear(); }
+CUDA_API void software_gpu_watch(void (*function)(const char*)) { Lock lock; watcher = function; }
+CUDA_API void software_gpu_reset_counts() {
+    Lock lock;
+    counts().clear();
+    forget_launches();
+}
 CUDA_API void software_gpu_each_count(void (*function)(const char*, long)) {
     Lock lock;
     for (const auto& [what, num] : counts()) function(what.c_str(), num);
+    std::map<std::string, long> in_graphs;
+    each_in_graphs([&](const std::string& name, long num) { in_graphs["in graphs: " + name] += num; });
+    for (const auto& [what, num] : in_graphs) function(what.c_str(), num);
 }

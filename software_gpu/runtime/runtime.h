@@ -40,6 +40,9 @@ int attribute(int device_attribute);
 
 void count(const std::string& what, long by = 1);
 void problem(const std::string& what);  // told once, with the stack of Python
+void hold_up(const std::string& what);   // the host waits, or the device must: told to who watches
+void each_in_graphs(const std::function<void(const std::string& name, long count)>& tell);
+void forget_launches();
 cudaError_t fail(cudaError_t error);
 
 // Everything below belongs to whoever holds this. Who waits for it lets other threads run Python meanwhile.
@@ -75,6 +78,8 @@ struct Graph {
     std::vector<Operation> operations;  // in the order in which they were captured
     std::set<struct Stream*> streams;
     bool is_invalid = false;
+    long num_kernels = 0;
+    long num_launches = 0;  // since the counts began
 };
 
 struct Stream {

@@ -2,6 +2,7 @@
 // SOFTWARE_GPU_EAGER=1 when it is submitted, which is the earliest.
 #include "runtime.h"
 
+#include <algorithm>
 #include <chrono>
 
 namespace software_runtime {
@@ -33,6 +34,17 @@ int num_global_captures = 0;
 thread_local int num_own_captures = 0;
 thread_local cudaStreamCaptureMode mode_of_thread = cudaStreamCaptureModeGlobal;
 uint64_t num_graphs = 0;
+
+// Graphs launched since the counts began.
+std::set<std::shared_ptr<Graph>>& launched_graphs() {
+    static auto* all = new std::set<std::shared_ptr<Graph>>;
+    return *all;
+}
+
+// Kernels and calls of libraries: what the host launches, and what the device runs, the nodes of graphs included.
+long num_from_host = 0, num_on_device = 0;
+
+bool is_kernel(const std::string& name) { return name.starts_with("kernel ") || name.starts_with("cublas") || name.starts_with("nccl"); }
 
 double now_ms() {
     using namespace std::chrono;
@@ -98,6 +110,8 @@ void submit(Stream* stream, Operation operation) {
         stream->capture->operations.push_back(std::move(operation));
         return;
     }
+    num_from_host += is_kernel(operation.name) || operation.name == "graph";
+    num_on_device += is_kernel(operation.name);
     stream->pending.push_back(std::move(operation));
     ++stream->num_submitted;
     if (is_eager || stream->pending.size() > kMostPending) complete(stream, stream->num_submitted);
@@ -124,6 +138,18 @@ bool is_unsafe_in_capture(const char* call) {
     return forbidding != 0;
 }
 
+void each_in_graphs(const std::function<void(const std::string&, long)>& tell) {
+    for (const auto& graph : launched_graphs()) {
+        for (const Operation& operation : graph->operations) tell(operation.name, graph->num_launches);
+    }
+}
+
+void forget_launches() {
+    for (const auto& graph : launched_graphs()) graph->num_launches = 0;
+    launched_graphs().clear();
+    num_from_host = num_on_device = 0;
+}
+
 cudaError_t invalidate(Stream* stream, const std::string& why) {
     problem(why);
     stream->capture->is_invalid = true;
@@ -144,6 +170,7 @@ CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Lock lock;
     Stream* stream = stream_of(handle);
     count("cudaStreamSynchronize");
+    hold_up("cudaStreamSynchronize");
     if (stream->capture) return invalidate(stream, "cudaStreamSynchronize of a stream that is captured");
     complete(stream, stream->num_submitted);
     return cudaSuccess;
@@ -159,6 +186,7 @@ CUDA_API cudaError_t cudaStreamQuery(cudaStream_t handle) {
 CUDA_API cudaError_t cudaDeviceSynchronize() {
     Lock lock;
     count("cudaDeviceSynchronize");
+    hold_up("cudaDeviceSynchronize");
     for (Stream* stream : all_streams()) {
         if (stream->capture) return invalidate(stream, "cudaDeviceSynchronize during a capture");
     }
@@ -263,6 +291,7 @@ CUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, 
     const auto* graph = reinterpret_cast<GraphHandle*>(handle);
     count("graphs");
     count("graph nodes", static_cast<long>(graph->graph->operations.size()));
+    graph->graph->num_kernels = std::ranges::count_if(graph->graph->operations, is_kernel, &Operation::name);
     *executable = reinterpret_cast<cudaGraphExec_t>(new GraphHandle{*graph});
     return cudaSuccess;
 }
@@ -271,6 +300,9 @@ CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t st
     Lock lock;
     if (!executable) return fail(cudaErrorInvalidValue);
     const std::shared_ptr<Graph> graph = reinterpret_cast<GraphHandle*>(executable)->graph;
+    ++graph->num_launches;
+    launched_graphs().insert(graph);
+    num_on_device += graph->num_kernels;
     submit(stream_of(stream), {"graph", [graph] {
         for (const Operation& operation : graph->operations) {
             if (operation.run) operation.run();
@@ -285,3 +317,9 @@ CUDA_API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes
 }
 CUDA_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete reinterpret_cast<GraphHandle*>(graph); return cudaSuccess; }
 CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) { delete reinterpret_cast<GraphHandle*>(executable); return cudaSuccess; }
+
+CUDA_API void software_gpu_num_launches(long* from_host, long* on_device) {
+    Lock lock;
+    *from_host = num_from_host;
+    *on_device = num_on_device;
+}
