@@ -6,54 +6,90 @@ enqueued anew, by the same code.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 Enqueue = Callable[[], None]
 Capture = Callable[[Enqueue], Enqueue]  # records what a call enqueues; what it returns replays that
 
+_NOTHING: Final[Mapping[int, Enqueue]] = MappingProxyType({})
+
 
 class GraphCache:
-    """One graph per key. `enqueue` must use the same memory in every call with the same key."""
+    """One step per key, whose parts are a graph each. A part must use the same memory in every call with its key."""
 
     def __init__(self, capture: Capture | None) -> None:
         self._capture = capture
-        self._graphs: dict[Hashable, Enqueue] = {}
+        self._graphs: dict[Hashable, Sequence[Enqueue]] = {}
 
-    def capture(self, key: Hashable, enqueue: Enqueue) -> None:
+    def capture(self, key: Hashable, *parts: Enqueue) -> None:
         """Run once, then capture, before serving: a step of requests may not run twice.
 
         The run compiles kernels and fills caches, which a capture must not. TensorRT, too, must have executed a shape
         since its context had another one.
         """
-        enqueue()
+        for part in parts:
+            part()
         if self._capture is not None and key not in self._graphs:
-            self._graphs[key] = self._capture(enqueue)
+            self._graphs[key] = [self._capture(part) for part in parts]
 
-    def run(self, key: Hashable, enqueue: Enqueue) -> None:
-        """Replay the graph of this key; without one, enqueue."""
-        self._graphs.get(key, enqueue)()
+    def run(self, key: Hashable, *parts: Enqueue, replaced: Mapping[int, Enqueue] = _NOTHING) -> None:
+        """Replay the graphs of this key; without them, enqueue. Parts in `replaced`, by index, are enqueued anyway."""
+        for index, part in enumerate(self._graphs.get(key, parts)):
+            replaced.get(index, part)()
 
     @property
     def num_graphs(self) -> int:
+        """Steps that are captured."""
         return len(self._graphs)
 
 
 class CudaCapture:
-    """A Capture on one stream. All graphs share one memory pool, since no two of them run at the same time."""
+    """A Capture on one stream. All graphs share one memory pool, since no two of them run at the same time.
+
+    A tensor of one capture that is held during the next is not overwritten by it.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, enqueue: Enqueue) -> Enqueue:
+        """Unlike torch.cuda.graph, it leaves the allocator's cache alone, which steps without a graph need again."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            enqueue()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                enqueue()
+            finally:
+                graph.capture_end()
         replay: Enqueue = graph.replay
         return replay
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same memory, which may be given to others while this tensor lives: that of a graph, which others reuse.
+
+    On a CPU the tensor itself.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    assert tensor.is_contiguous()
+    content: Tensor = torch.as_tensor(_DeviceBytes(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
+    return content.view(tensor.dtype).view(tensor.shape)
+
+
+class _DeviceBytes:
+    """Memory under CUDA's array interface, version 3."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3
+        }  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -220,6 +220,13 @@ class StagedStep:
         return milliseconds / 1e3
 
 
+def upload(values: Tensor, device: torch.device | None) -> Tensor:
+    """A copy on `device`, for which the host does not wait: PyTorch keeps its pinned block so long. None: a CPU."""
+    if device is None or device.type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def new_timer(device: torch.device) -> Any:
     """An event that is recorded at the start of a step; None on a CPU."""
     event = _new_event(device, has_timing=True)

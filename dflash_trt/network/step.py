@@ -13,7 +13,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetWeights, bind_target, logits_of, run_target
 from dflash_trt.network.drafters.base import Drafter, bind_drafter
-from dflash_trt.network.ops import Acceptance, Ops, StepInputs, T
+from dflash_trt.network.ops import Acceptance, Ops, Rows, StepInputs, T
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
@@ -80,28 +80,67 @@ def run_step(
 
     `reader` is shown the logits of steps that give more log probabilities than those of the emitted tokens.
     """
-    rows, drafter = ops.token_rows(), network.drafter
+    target = run_layers(ops, network, inputs, state)
+    acceptance = _accept(ops, network, inputs, target.outputs[-1], reader)
+    return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRun(Generic[T]):
+    """What the target's layers leave for the rest of a step: their `outputs` [N, H] and the rows that they ran over."""
+
+    outputs: Sequence[T]
+    rows: Rows[T]
+
+
+def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:
+    """The first part of a step."""
+    rows = ops.token_rows()
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
-    acceptance = _accept(ops, network, inputs, outputs[-1], reader)
-    if drafter is None:
-        return StepOutputs(acceptance=acceptance, proposal=None)
-    taps = [outputs[i] for i in drafter.tap_layer_ids]
-    drafter.observe(ops, inputs.token_ids, taps, rows, acceptance, state)
-    proposal = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
-    return StepOutputs(acceptance=acceptance, proposal=proposal)
+    return TargetRun(outputs=outputs, rows=rows)
 
 
 def _accept(
     ops: Ops[T], network: Network[T], inputs: StepInputs[T], hidden: T, reader: LogitsReader[T] | None
 ) -> Acceptance[T]:
     """Sample after the last layer's `hidden` [N, H]. The logits end here: the drafter's memory is counted without."""
-    weights, target = network.target_weights, network.target
-    logits = logits_of(ops, weights, target, ops.gather_rows(hidden, inputs.logit_rows))
+    logits = logits_at(ops, network, hidden, inputs.logit_rows)
     if reader is not None:
-        reader.read(logits)
-        for token_rows in reader.prompt_parts:
-            reader.read_prompt(logits_of(ops, weights, target, ops.gather_rows(hidden, token_rows)))
+        read_logits(ops, network, reader, logits, hidden)
     return ops.sample_and_accept(logits)
+
+
+def logits_at(ops: Ops[T], network: Network[T], hidden: T, token_rows: T) -> T:
+    """The target's logits [M, V] at M rows of `hidden` [N, H]."""
+    return logits_of(ops, network.target_weights, network.target, ops.gather_rows(hidden, token_rows))
+
+
+def read_logits(ops: Ops[T], network: Network[T], reader: LogitsReader[T], logits: T, hidden: T | None) -> None:
+    """Show `reader` the logits of a step; those of prompts follow from `hidden` [N, H]."""
+    reader.read(logits)
+    for token_rows in reader.prompt_parts:
+        assert hidden is not None
+        reader.read_prompt(logits_at(ops, network, hidden, token_rows))
+
+
+def run_drafter(
+    ops: Ops[T],
+    network: Network[T],
+    inputs: StepInputs[T],
+    state: StepState[T],
+    target: TargetRun[T],
+    acceptance: Acceptance[T],
+    *,
+    num_draft_tokens: int,
+) -> StepOutputs[T]:
+    """The last part of a step."""
+    drafter = network.drafter
+    if drafter is None:
+        return StepOutputs(acceptance=acceptance, proposal=None)
+    taps = [target.outputs[i] for i in drafter.tap_layer_ids]
+    drafter.observe(ops, inputs.token_ids, taps, target.rows, acceptance, state)
+    proposal = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
+    return StepOutputs(acceptance=acceptance, proposal=proposal)
 
 
 def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> T:

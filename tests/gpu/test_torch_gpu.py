@@ -1,5 +1,8 @@
 """The torch backend on a GPU: its tokens are the CPU's in float32, its steps are graphs, and no step waits inside."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import triton
@@ -13,6 +16,7 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
+from dflash_trt.core.step_plan import TokenMasks
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_prefixes_on_kernels as prefixes
 from tests.kernels import test_step_on_kernels as steps
@@ -97,6 +101,24 @@ def test_a_replayed_step_is_the_step_itself(executors):
     plain = generate(executor, steps.SAMPLED, 6)
     for found, expected in zip(replayed, plain, strict=True):
         assert_same(found, expected)
+
+
+def test_logits_are_read_and_masked_between_replayed_graphs(executors):
+    """In the memory where the first graph leaves them; the drafts of the last graph follow the tokens."""
+    results, vocab_size = [], executors[1].network.target.vocab_size
+    allowed = np.packbits(np.arange(-(-vocab_size // 32) * 32) % 3 == 0, bitorder="little").view(np.int32)
+    masks = TokenMasks(rows=np.array([NUM_DRAFT_TOKENS + 1]), bits=allowed[None])  # of the second request
+    for executor in executors:
+        plan = plan_of(StepBatch(requests=two_prompts(StepSampling()), num_draft_tokens=NUM_DRAFT_TOKENS))
+        free = executor.submit(plan).result()
+        results.append(executor.submit(replace(plan, num_top_logprobs=3, masks=masks)).result())
+        assert free.emitted_tokens[0, 0] == results[-1].emitted_tokens[0, 0]
+    expected, found = results
+    assert expected.emitted_tokens[1, 0] % 3 == 0
+    np.testing.assert_array_equal(found.emitted_tokens[:, 0], expected.emitted_tokens[:, 0])
+    np.testing.assert_array_equal(found.draft_tokens, expected.draft_tokens)
+    np.testing.assert_array_equal(found.top.token_ids[:, 0], expected.top.token_ids[:, 0])
+    np.testing.assert_allclose(found.top.logprobs[:, 0], expected.top.logprobs[:, 0], atol=LOGPROB_TOLERANCE)
 
 
 def test_enqueueing_a_step_never_waits_for_the_device(executors):

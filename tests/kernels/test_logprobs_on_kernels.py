@@ -1,5 +1,6 @@
 """A step on the GPU kernels gives the log probabilities that the step on PyTorch gives, beside its graphs."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.graphs import Enqueue, GraphCache
+from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of
 from dflash_trt.core.logprobs import PromptRows
 from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult
@@ -71,13 +74,44 @@ def test_so_are_the_log_probabilities_of_prompts(results: list[tuple[StepResult,
     assert abs(np.roll(found.prompt.logprobs, 1) - expected.prompt.logprobs).max() > 100 * LOGPROB_TOLERANCE
 
 
-def test_a_step_that_wants_them_runs_beside_the_graphs(
-    pair: tuple[Path, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_only_the_sampling_of_a_captured_step_that_wants_them_is_launched_anew(
+    pair: tuple[Path, Path], device: torch.device
 ) -> None:
-    _, executor = make_executors(pair, device)
+    """The graphs before and after it are replayed; those of prompts need the whole step."""
+    reference, executor = make_executors(pair, device)
     assert isinstance(executor, TorchGpuExecutor)
-    monkeypatch.setattr(executor, "_run", lambda shape: pytest.fail("a graph keeps no logits"))
+    replayed = record_replays(executor)
     row = prefill("r", 3, StepSampling(), first_page=0)
-    plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=0))
-    result = executor.submit(replace(plan, num_top_logprobs=1)).result()
-    assert result.top is not None and result.top.token_ids.shape == (1, 1, 1)
+    plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=NUM_DRAFT_TOKENS))
+    executor.warm_up([step_shape(plan, executor.limits)])
+    expected = reference.submit(replace(plan, num_top_logprobs=1)).result()
+    prompt = PromptRows(token_rows=np.array([0]), next_tokens=plan.rows.token_ids[1:2], num_top_logprobs=NUM_PROMPT_TOP)
+    for wanted, parts in ((plan, [0, 1, 2]), (replace(plan, num_top_logprobs=1), [0, 2])):
+        replayed.clear()
+        found = executor.submit(wanted).result()
+        assert replayed == parts
+        np.testing.assert_array_equal(found.emitted_tokens[:, 0], expected.emitted_tokens[:, 0])
+        np.testing.assert_array_equal(found.draft_tokens, expected.draft_tokens)
+    assert found.top is not None and expected.top is not None
+    np.testing.assert_array_equal(found.top.token_ids[:, 0], expected.top.token_ids[:, 0])
+    replayed.clear()
+    assert executor.submit(replace(plan, prompt_rows=prompt)).result().prompt is not None and replayed == []
+
+
+def record_replays(executor: TorchGpuExecutor) -> list[int]:
+    """The indices of parts that are replayed from now on. On a CPU a graph stands for what it was captured from."""
+    replayed: list[int] = []
+    counted = itertools.count()
+    real = executor.graphs._capture
+
+    def capture(enqueue: Enqueue) -> Enqueue:
+        index, replay = next(counted) % 3, enqueue if real is None else real(enqueue)
+
+        def replay_recorded() -> None:
+            replayed.append(index)
+            replay()
+
+        return replay_recorded
+
+    executor.graphs = GraphCache(capture)
+    return replayed

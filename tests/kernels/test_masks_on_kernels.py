@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import StepBatch, StepSampling, plan_of
 from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult, TokenMasks
+from tests.kernels.test_logprobs_on_kernels import record_replays
 from tests.kernels.test_step_on_kernels import LOGPROB_TOLERANCE, NUM_DRAFT_TOKENS, make_executors, prefill
 from tests.kernels.test_step_on_kernels import pair as pair
 
@@ -27,10 +29,13 @@ def masks_of(allowed: dict[int, list[int]], vocab_size: int) -> TokenMasks:
     return TokenMasks(rows=np.array(list(allowed)) * WIDTH, bits=packed)
 
 
-def step(executor: StepExecutor, *, masks: TokenMasks | None) -> StepResult:
+def prompts() -> StepPlan:
     rows = tuple(prefill(f"r{i}", 3 + i, sampling, first_page=8 * i) for i, sampling in enumerate(SAMPLINGS))
-    plan: StepPlan = plan_of(StepBatch(requests=rows, num_draft_tokens=NUM_DRAFT_TOKENS))
-    return executor.submit(replace(plan, masks=masks)).result()
+    return plan_of(StepBatch(requests=rows, num_draft_tokens=NUM_DRAFT_TOKENS))
+
+
+def step(executor: StepExecutor, *, masks: TokenMasks | None) -> StepResult:
+    return executor.submit(replace(prompts(), masks=masks)).result()
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +58,16 @@ def test_masked_rows_give_what_pytorch_gives(executors: list[StepExecutor]) -> N
     assert np.isnan(logprobs[3]) and np.isnan(expected.emitted_logprobs[3, 0]), "no token is left"
 
 
-def test_a_masked_step_runs_beside_the_graphs(executors: list[StepExecutor], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, executor = executors
+def test_only_the_sampling_of_a_captured_step_is_launched_anew_under_masks(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    reference, executor = make_executors(pair, device)
     assert isinstance(executor, TorchGpuExecutor)
-    monkeypatch.setattr(executor, "_run", lambda shape: pytest.fail("a graph has no masks"))
-    step(executor, masks=masks_of({1: [9]}, executor.network.target.vocab_size))
+    replayed = record_replays(executor)
+    executor.warm_up([step_shape(prompts(), executor.limits)])
+    masks = masks_of(ALLOWED, executor.network.target.vocab_size)
+    replayed.clear()
+    expected, found = step(reference, masks=masks), step(executor, masks=masks)
+    assert replayed == [0, 2]
+    np.testing.assert_array_equal(found.emitted_tokens[:3, 0], expected.emitted_tokens[:3, 0])
+    np.testing.assert_array_equal(found.draft_tokens[:2], expected.draft_tokens[:2])

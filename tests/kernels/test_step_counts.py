@@ -65,7 +65,7 @@ def count_step(executor: TorchGpuExecutor) -> tuple[Counter[str], Counter[str]]:
     shape = decode_shape(1, executor.limits.max_draft_len)
     executor._staging.stage(plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens)), shape)
     with torch.inference_mode(), counted() as (kernels, ops):
-        executor._enqueue(shape)
+        executor._run(shape)
     return kernels, ops
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
+from dflash_trt.backends.cuda.step_launches import SAMPLING, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
@@ -40,7 +41,7 @@ from dflash_trt.backends.torch.loading import (
     with_experts,
     with_linears,
 )
-from dflash_trt.backends.torch.logprobs import LogprobsReader, logprobs_reader
+from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
@@ -54,13 +55,17 @@ from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
-from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache, LatentCache, StepState
-from dflash_trt.network.step import Network, run_step, sequence_logits
+from dflash_trt.network.step import Network, sequence_logits
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
+
+
+_SAMPLED: Final = LogitUse()
 
 
 class TorchGpuExecutor:
@@ -132,6 +137,7 @@ class TorchGpuExecutor:
         self._results, self._rules = ResultStaging(self.limits, device), DeviceRules(self.limits, device)
         self._stream = _new_stream(device)
         self.graphs = GraphCache(None if self._stream is None else CudaCapture(self._stream))
+        self._captured: dict[StepShape, StepLaunches] = {}
 
     @classmethod
     def open(
@@ -187,35 +193,51 @@ class TorchGpuExecutor:
             started = new_timer(self._device)
             self._staging.upload()
             self._snapshots.restore(plan.restores)
-            reader, has_rules = logprobs_reader(plan, self._device), self._rules.update(plan)
-            masks = None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device)
-            if reader is not None or has_rules or masks is not None:  # a graph keeps no logits and has no rules
-                self._enqueue(shape, reader, has_rules=has_rules, masks=masks)
-            else:
-                self._run(shape)
+            use = self._logit_use(plan, shape)
+            self._run(shape, use)
             self._snapshots.save(plan.saves)
+            if use.reader is not None:
+                use.reader.download()
             result = self._results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
-        return StagedStep(result, started, reader=reader)
+        return StagedStep(result, started, reader=use.reader)
+
+    def _logit_use(self, plan: StepPlan, shape: StepShape) -> LogitUse:
+        has_rules = self._rules.update(plan)
+        return LogitUse(
+            reader=logprobs_reader(plan, self._device),
+            make_rules=partial(self._step_rules, shape) if has_rules else None,
+            masks=None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device),
+        )
+
+    def _step_rules(self, shape: StepShape, inputs: StepInputs[Tensor]) -> StepRules:
+        return StepRules(self._rules, self._staging.plan_inputs(shape), inputs)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
         """Compile the kernels of these steps and capture their graphs, before serving.
 
-        The steps consist of padding alone, which touches no page and no request's slot.
+        The steps consist of padding alone, which touches no page and no request's slot. Each is sampled a second time
+        under rules and masks, which no graph holds.
         """
         with self.on_stream():
             self._snapshots.warm_up()
+            masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
         for shape in shapes:
             padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
             self._staging.stage(padding, shape)
+            launches, use = self._launches(shape), LogitUse(make_rules=partial(self._step_rules, shape), masks=masks)
             with self.on_stream():
                 self._staging.upload()
                 if shape.has_graph:
-                    self.graphs.capture(shape, partial(self._enqueue, shape))
+                    self.graphs.capture(shape, *launches.parts)
+                    self._captured[shape] = launches
                 else:
-                    self._enqueue(shape)
+                    launches.run_target()
+                    launches.sample()
+                    launches.draft()
+                launches.sample(use)
         self.wait()
 
     @torch.inference_mode()
@@ -275,43 +297,44 @@ class TorchGpuExecutor:
 
     def _assembled(self, shape: StepShape) -> StepInputs[Tensor]:
         """The first launches of a step: its inputs, with a page table for each group, [G, R, P]."""
-        tables = self._tables.views(shape)
-        self._staging.assemble(shape, tables)
-        return replace(self._staging.inputs(shape), page_table=tables)
+        self._staging.assemble(shape, self._tables.views(shape))
+        return self._inputs(shape)
 
-    def _run(self, shape: StepShape) -> None:
-        if shape.has_graph:
-            self.graphs.run(shape, partial(self._enqueue, shape))
-        else:
-            self._enqueue(shape)
+    def _inputs(self, shape: StepShape) -> StepInputs[Tensor]:
+        return replace(self._staging.inputs(shape), page_table=self._tables.views(shape))
 
-    def _enqueue(
-        self,
-        shape: StepShape,
-        reader: LogprobsReader | None = None,
-        *,
-        has_rules: bool = False,
-        masks: DeviceMasks | None = None,
-    ) -> None:
-        """The launches of a step; what a CUDA graph holds, without `reader`, rules and masks."""
-        inputs, (outputs, drafts) = self._assembled(shape), self._outputs(shape)
+    def _run(self, shape: StepShape, use: LogitUse = _SAMPLED) -> None:
+        """Replay what is captured of a step, and enqueue the rest."""
+        captured = None if use.needs_target else self._captured.get(shape)
+        launches = captured or self._launches(shape)
+        replaced = {} if use.is_none else {SAMPLING: partial(launches.sample, use)}
+        key = shape if captured is not None else None
+        self.graphs.run(key, *launches.parts, replaced=replaced)
+
+    def _launches(self, shape: StepShape) -> StepLaunches:
+        outputs, drafts = self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
-        ops: Any = self._make_ops(
-            inputs,
-            self._resources,
+        make_ops = partial(
+            self._make_ops,
+            resources=self._resources,
             num_draft_tokens=shape.num_draft_tokens,
             outputs=outputs,
             ranks=self._ranks,
-            rules=StepRules(self._rules, plan, inputs) if has_rules else None,
-            masks=masks,
             slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
         )
-        result = run_step(
-            ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens, reader=reader
+
+        def store(acceptance: Acceptance[Tensor], proposal: Proposal[Tensor] | None) -> None:
+            if proposal is not None:
+                drafts.copy_(proposal.tokens)
+            self._staging.store(shape, acceptance.bonus_tokens, proposal, acceptance.next_context_lens)
+
+        memory = StepMemory(
+            assemble=partial(self._assembled, shape),
+            inputs=partial(self._inputs, shape),
+            make_ops=make_ops,
+            store=store,
         )
-        if result.proposal is not None:
-            drafts.copy_(result.proposal.tokens)
-        self._staging.store(shape, outputs.bonus_tokens, result.proposal, outputs.next_context_lens)
+        return StepLaunches(self.network, self._state, memory, num_draft_tokens=shape.num_draft_tokens)
 
     def _splits(self, max_rows: int) -> FixedSplits:
         limits = self.limits
@@ -333,6 +356,7 @@ class TorchGpuExecutor:
         for name in (
             "network",
             "graphs",
+            "_captured",
             "_state",
             "_snapshots",
             "_resources",

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.slots import PlanInputs
+from dflash_trt.backends.staging import upload
 from dflash_trt.core.array import Array
 from dflash_trt.core.logit_rules import ANY_TOKEN, MAX_BAD_WORD_TOKENS, LogitRules
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
@@ -31,7 +32,7 @@ class DeviceRules:
                 self._write(update.slot, update.rules, update.token_ids)
             elif update.slot in self._slots:
                 self._slots.remove(update.slot)
-                self.tensors.has_rules[update.slot] = 0
+                _fill(self.tensors.has_rules, update.slot, 0)
         return bool(self._slots) and not self._slots.isdisjoint(plan.rows.slot_ids.tolist())
 
     @property
@@ -51,9 +52,10 @@ class DeviceRules:
         """A few small copies, once a request; the host does not wait for the device."""
         tensors, num_biases, prefix_len = self.tensors, *rules.prefixes.shape
         penalties = np.array((rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty))
-        tensors.has_rules[slot], tensors.num_prompt_tokens[slot] = 1, rules.num_prompt_tokens
-        tensors.num_biases[slot] = num_biases
-        tensors.prefixes[slot] = ANY_TOKEN
+        _fill(tensors.has_rules, slot, 1)
+        _fill(tensors.num_prompt_tokens, slot, rules.num_prompt_tokens)
+        _fill(tensors.num_biases, slot, num_biases)
+        _fill(tensors.prefixes, slot, ANY_TOKEN)
         for place, values in (
             (tensors.penalties[slot], penalties),
             (tensors.bias_tokens[slot, :num_biases], rules.token_ids),
@@ -62,7 +64,12 @@ class DeviceRules:
             (tensors.prefixes[slot, :num_biases, MAX_BAD_WORD_TOKENS - prefix_len :], rules.prefixes),
             (tensors.tokens[slot, : len(token_ids)], token_ids),
         ):
-            place.copy_(torch.from_numpy(values).to(place.dtype), non_blocking=True)
+            place.copy_(upload(torch.from_numpy(values).to(place.dtype), self._device))
+
+
+def _fill(tensor: Tensor, slot: int, value: int) -> None:
+    """Unlike an assignment, which copies the number from pageable memory and waits."""
+    tensor[slot : slot + 1].fill_(value)
 
 
 class StepRules:

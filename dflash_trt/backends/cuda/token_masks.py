@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.staging import upload
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 
@@ -21,7 +22,13 @@ class DeviceMasks:
     @classmethod
     def upload(cls, masks: TokenMasks, device: torch.device) -> Self:
         rows, octets = torch.from_numpy(masks.rows), torch.from_numpy(masks.bits.view(np.uint8))
-        return cls(rows.to(device, non_blocking=True), octets.to(device, non_blocking=True))
+        return cls(upload(rows, device), upload(octets, device))
+
+    @classmethod
+    def none(cls, vocab_size: int, device: torch.device) -> Self:
+        """One row that may give no token: for warming up."""
+        bits = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
+        return cls(torch.zeros(1, dtype=torch.int64, device=device), bits)
 
     def masked(self, scores: Tensor) -> Tensor:  # F [R*(K+1), V] -> float32
         """-infinity for the tokens that a row must not give; `scores` stay as they are."""

@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.staging import upload
 from dflash_trt.core.logprobs import PromptScores, TopTokens
 from dflash_trt.core.step_plan import StepPlan, StepResult
 
-# Rows of logits of a prompt that exist at a time: 0.16 GB in float32 with 150,000 tokens in the vocabulary.
-MAX_PROMPT_ROWS = 256
+# Rows of logits that are read at a time: 0.16 GB in float32 with 150,000 tokens in the vocabulary, 0.3 GB as keys.
+MAX_ROWS = 256
 
 
 class LogprobsReader:
@@ -31,14 +32,15 @@ class LogprobsReader:
         if plan.prompt_rows is not None:
             self.prompt_parts = _parts(torch.from_numpy(plan.prompt_rows.token_rows).int()[:, None], device)
             self._next_tokens = _parts(torch.from_numpy(plan.prompt_rows.next_tokens)[:, None], device)
-        self._top: tuple[Tensor, Tensor] | None = None
-        self._prompt: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._top: tuple[Tensor, ...] | None = None
+        self._prompt: list[tuple[Tensor, ...]] = []
 
     def read(self, logits: Tensor) -> None:
         """Rows of padding are at the end and are left out."""
         if self._num_top:
-            num_rows = self._num_requests * self._width
-            self._top = top_tokens(logits[:num_rows].float().log_softmax(1), self._num_top)
+            rows = torch.split(logits[: self._num_requests * self._width], MAX_ROWS)
+            found = [top_tokens(part.float().log_softmax(1), self._num_top) for part in rows]
+            self._top = tuple(map(torch.cat, zip(*found, strict=True)))
 
     def read_prompt(self, logits: Tensor) -> None:
         assert self._prompt_rows is not None
@@ -46,19 +48,24 @@ class LogprobsReader:
         of_tokens = logprobs.gather(1, self._next_tokens[len(self._prompt)])[:, 0]
         self._prompt.append((of_tokens, *top_tokens(logprobs, self._prompt_rows.num_top_logprobs)))
 
+    def download(self) -> None:
+        """Copy what was read to the host, on the current stream, without waiting; `added_to` comes after the copies."""
+        if self._top is not None:
+            self._top = tuple(map(_on_host, self._top))
+        if self._prompt:
+            self._prompt = [tuple(_on_host(torch.cat(parts)) for parts in zip(*self._prompt, strict=True))]
+
     def added_to(self, result: StepResult) -> StepResult:
-        """The step's result with what was read; waits for the device."""
+        """The step's result with what was read and downloaded."""
         top = None
         if self._top is not None:
-            top = TopTokens(*(part.view(self._num_requests, self._width, -1).numpy(force=True) for part in self._top))
+            top = TopTokens(*(part.view(self._num_requests, self._width, -1).numpy().copy() for part in self._top))
         return replace(result, top=top, prompt=self._prompt_scores())
 
     def _prompt_scores(self) -> PromptScores | None:
         if not self._prompt:
             return None
-        logprobs, token_ids, top_logprobs = (
-            torch.cat(parts).numpy(force=True) for parts in zip(*self._prompt, strict=True)
-        )
+        logprobs, token_ids, top_logprobs = (torch.cat(parts).numpy() for parts in zip(*self._prompt, strict=True))
         return PromptScores(logprobs, TopTokens(token_ids, top_logprobs))
 
 
@@ -84,5 +91,10 @@ def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # floa
 
 
 def _parts(values: Tensor, device: torch.device | None) -> Sequence[Tensor]:
-    on_device = values if device is None else values.to(device, non_blocking=True)
-    return torch.split(on_device, MAX_PROMPT_ROWS)
+    return torch.split(upload(values, device), MAX_ROWS)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,103 @@
+"""The launches of one step in three parts, each of which a CUDA graph may hold: target up to logits, sampling, drafts.
+
+A step that changes or reads its logits replays the first and the last part, and has sampling of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dflash_trt.backends.cuda.handles import tensor_of
+from dflash_trt.backends.cuda.logit_rules import StepRules
+from dflash_trt.backends.cuda.token_masks import DeviceMasks
+from dflash_trt.backends.graphs import Enqueue, unowned
+from dflash_trt.backends.torch.logprobs import LogprobsReader
+from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import StepState
+from dflash_trt.network.step import Network, TargetRun, logits_at, read_logits, run_drafter, run_layers
+
+SAMPLING = 1  # index of the part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitUse:
+    """What a step does with its logits but sample them."""
+
+    reader: LogprobsReader | None = None
+    make_rules: Callable[[StepInputs[Tensor]], StepRules] | None = None
+    masks: DeviceMasks | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return self.reader is None and self.make_rules is None and self.masks is None
+
+    @property
+    def needs_target(self) -> bool:
+        """True if the last layer's output is read, too, which no graph keeps."""
+        return self.reader is not None and bool(self.reader.prompt_parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMemory:
+    """Where a step of one shape reads and writes: the same addresses every time."""
+
+    assemble: Callable[[], StepInputs[Tensor]]  # the first launches
+    inputs: Callable[[], StepInputs[Tensor]]
+    make_ops: Callable[..., Any]  # of inputs
+    store: Callable[[Acceptance[Tensor], Proposal[Tensor] | None], None]  # the last launches
+
+
+class StepLaunches:
+    """A step of one shape. Its parts are called in order; what one leaves for another is held until the last one."""
+
+    def __init__(
+        self, network: Network[Tensor], state: StepState[Tensor], memory: StepMemory, *, num_draft_tokens: int
+    ) -> None:
+        self._network, self._state, self._memory = network, state, memory
+        self._num_draft_tokens = num_draft_tokens
+        self._ops: Any = None
+        self._target: TargetRun[Any] | None = None
+        self._acceptance: Acceptance[Any] | None = None
+        self._logits: Tensor | None = None  # [R*(K+1), V]; behind the last part, memory that is another's
+
+    @property
+    def parts(self) -> tuple[Enqueue, Enqueue, Enqueue]:
+        return self.run_target, self.sample, self.draft
+
+    def run_target(self) -> None:
+        inputs = self._memory.assemble()
+        self._ops = self._memory.make_ops(inputs)
+        self._target = run_layers(self._ops, self._network, inputs, self._state)
+        self._logits = tensor_of(logits_at(self._ops, self._network, self._target.outputs[-1], inputs.logit_rows))
+
+    def sample(self, use: LogitUse | None = None) -> None:
+        use, inputs = use or LogitUse(), self._memory.inputs()
+        assert self._logits is not None
+        rules = None if use.make_rules is None else use.make_rules(inputs)
+        ops = self._memory.make_ops(inputs, rules=rules, masks=use.masks)
+        if use.reader is not None:
+            hidden = None if self._target is None else self._target.outputs[-1]
+            read_logits(ops, self._network, use.reader, self._logits, hidden)
+        self._acceptance = ops.sample_and_accept(self._logits)
+
+    def draft(self) -> None:
+        """The logits end here: the drafter's memory is counted without."""
+        assert self._logits is not None and self._target is not None and self._acceptance is not None
+        self._logits = unowned(self._logits)
+        target, self._target = self._target, None
+        ops, self._ops = self._ops, None
+        result = run_drafter(
+            ops,
+            self._network,
+            self._memory.inputs(),
+            self._state,
+            target,
+            self._acceptance,
+            num_draft_tokens=self._num_draft_tokens,
+        )
+        self._memory.store(result.acceptance, result.proposal)
