@@ -41,7 +41,7 @@ def write_tensor_file(
     file: ByteSink, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, memoryview]]
 ) -> None:
     """Write `tensors`, all of them in the order of `headers`; little-endian, C order."""
-    file.write(_header_bytes(headers))
+    file.write(tensor_file_header(headers))
     expected = iter(headers.items())
     for name, content in tensors:
         expected_name, header = next(expected, (None, None))
@@ -56,12 +56,12 @@ def write_tensor_file(
 
 def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
     """The size of the file that `write_tensor_file` writes."""
-    return len(_header_bytes(headers)) + sum(header.num_bytes for header in headers.values())
+    return len(tensor_file_header(headers)) + sum(header.num_bytes for header in headers.values())
 
 
 def tensor_offsets(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
     """Where the bytes of each tensor begin in the file that `write_tensor_file` writes."""
-    offsets, offset = {}, len(_header_bytes(headers))
+    offsets, offset = {}, len(tensor_file_header(headers))
     for name, header in headers.items():
         offsets[name] = offset
         offset += header.num_bytes
@@ -85,7 +85,7 @@ def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
         raise ValueError(str(error)) from error
 
 
-def _header_bytes(headers: Mapping[str, TensorHeader]) -> bytes:
+def tensor_file_header(headers: Mapping[str, TensorHeader]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, header in headers.items():

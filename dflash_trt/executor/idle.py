@@ -24,6 +24,35 @@ class IdleStep:
         return self._result
 
 
+class MadeUpResults:
+    """Results of steps that nobody computed: each draft is accepted with probability `acceptance`.
+
+    Plans come in the order in which they are submitted.
+    """
+
+    def __init__(self, limits: ExecutorLimits, *, acceptance: float, seed: int = 0, token_id: int = 0) -> None:
+        """`token_id` is every token and every draft."""
+        self._acceptance, self._token_id = acceptance, token_id
+        self._random = np.random.default_rng(seed)
+        self._context_lens = np.zeros(limits.max_batch_size, np.int64)  # by slot
+
+    def of(self, plan: StepPlan) -> StepResult:
+        rows, width = plan.rows, plan.rows.num_draft_tokens + 1
+        is_accepted = self._random.random((rows.num_requests, width)) < self._acceptance
+        is_accepted &= np.arange(width) < rows.num_candidates[:, None]
+        num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(1)
+        starts = np.where(rows.context_lens == CHAINED, self._context_lens[rows.slot_ids], rows.context_lens)
+        next_lens = starts + rows.num_tokens - rows.num_candidates + num_accepted
+        self._context_lens[rows.slot_ids] = next_lens
+        return StepResult(
+            emitted_tokens=np.full((rows.num_requests, width), self._token_id, np.int32),
+            emitted_logprobs=np.zeros((rows.num_requests, width), np.float32),
+            num_accepted=num_accepted.astype(np.int32),
+            next_context_lens=next_lens.astype(np.int32),
+            draft_tokens=np.full((rows.num_requests, width - 1), self._token_id, np.int32),
+        )
+
+
 class IdleExecutor:
     """Implements StepExecutor. Tokens are zeros, and each draft is accepted with probability `acceptance`.
 
@@ -38,11 +67,9 @@ class IdleExecutor:
         self.limits = limits
         self.own_s = 0.0
         self.between_s: list[float] = []
-        self._acceptance = acceptance
-        self._random = np.random.default_rng(seed)
+        self._results = MadeUpResults(limits, acceptance=acceptance, seed=seed)
         self._packer = StepPacker(limits)
         self._shapes = StepShapes(limits, step_shape)
-        self._context_lens = np.zeros(limits.max_batch_size, np.int64)
         self._page_table = np.zeros(limits.max_batch_size * limits.table_width, np.int32)
         self._read_s: float | None = None
 
@@ -55,25 +82,9 @@ class IdleExecutor:
         if self._read_s is not None:
             self.between_s.append(submitted_s - self._read_s)
             self._read_s = None
-        step = IdleStep(self._make_up(plan), self._note_read)
+        step = IdleStep(self._results.of(plan), self._note_read)
         self.own_s += time.thread_time() - submitted_s
         return step
 
     def _note_read(self) -> None:
         self._read_s = time.thread_time()
-
-    def _make_up(self, plan: StepPlan) -> StepResult:
-        rows, width = plan.rows, plan.rows.num_draft_tokens + 1
-        is_accepted = self._random.random((rows.num_requests, width)) < self._acceptance
-        is_accepted &= np.arange(width) < rows.num_candidates[:, None]
-        num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(1)
-        starts = np.where(rows.context_lens == CHAINED, self._context_lens[rows.slot_ids], rows.context_lens)
-        next_lens = starts + rows.num_tokens - rows.num_candidates + num_accepted
-        self._context_lens[rows.slot_ids] = next_lens
-        return StepResult(
-            emitted_tokens=np.zeros((rows.num_requests, width), np.int32),
-            emitted_logprobs=np.zeros((rows.num_requests, width), np.float32),
-            num_accepted=num_accepted.astype(np.int32),
-            next_context_lens=next_lens.astype(np.int32),
-            draft_tokens=np.zeros((rows.num_requests, width - 1), np.int32),
-        )

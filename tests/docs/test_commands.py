@@ -31,6 +31,7 @@ NOT_RUN = {
     "cd ": "goes with git clone",
     "scripts/install": "installs; CI runs it",
     "scripts/check": "installs; CI runs it",
+    "scripts/software_gpu": "installs PyTorch's CUDA build; tests/software_gpu/test_serving_run.py runs it",
     "scripts/test": "installs; CI runs it",
     "scripts/lock": "installs",
     "scripts/simulation_check.py": "minutes; tests/simulation runs loads of both kinds",
