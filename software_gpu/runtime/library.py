@@ -1,5 +1,6 @@
 """The software GPU's CUDA as a library: built against an environment with PyTorch's CUDA build, and what it tells."""
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -114,6 +115,7 @@ class SoftwareCuda:
         """
         self._watcher = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: told(what.decode()))
         self.library.software_gpu_watch(self._watcher)
+        atexit.register(self.library.software_gpu_watch, None)  # libtorch still calls when Python is gone
 
     def reset_counts(self) -> None:
         self.library.software_gpu_reset_counts()
