@@ -88,7 +88,7 @@ std::function<void()> execution(const Function& function, dim3 grid, dim3 block,
     std::vector<uint8_t> parameters(bytes);
     for (size_t i = 0; i < function.sizes.size(); ++i) std::memcpy(&parameters[static_cast<size_t>(function.offsets[i])], given[i], static_cast<size_t>(function.sizes[i]));
     return [=, &function] {
-        static const bool finds_races = setting("SOFTWARE_GPU_RACES", 0) != 0, is_late = setting("SOFTWARE_GPU_LATE", 1) != 0;
+        const bool finds_races = setting("SOFTWARE_GPU_RACES", 0) != 0, is_late = setting("SOFTWARE_GPU_LATE", 1) != 0;
         const uint32_t blocks[3] = {grid.x, grid.y, grid.z};
         const std::vector<uint64_t> ranges = device_ranges();
         char error[kErrorBytes];
