@@ -1,4 +1,4 @@
-"""Engines with few layers of another one: every kind of layer at its full size, and those whose outputs the drafter reads."""
+"""An engine with few layers of another one: each kind at its full size, and those whose outputs the drafter reads."""
 
 import hashlib
 import re

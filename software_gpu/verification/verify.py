@@ -159,8 +159,8 @@ def missed(report: Mapping[str, Any]) -> list[str]:
 
 def _reported(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines for people."""
-    layers = report["layers"]
-    yield f"{report['engine']} on {report['gpu']}: layers {list(layers['target'])} of the target, {list(layers['draft'])} of the drafter"
+    target, draft = (", ".join(map(str, report["layers"][role])) or "none" for role in ("target", "draft"))
+    yield f"{report['engine']} on {report['gpu']}: layers {target} of the target, {draft} of the drafter"
     yield f"kernels: {len(report['launches'])}, {sum(report['launches'].values())} launches"
     yield (
         f"equal to the CPU's: {report['equal_tokens']} of {report['tokens']} tokens, {report['equal_drafts']} of "
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
     options = parser.parse_args()
     report = verified(options.engine)
-    print("\n".join(_reported(report)), flush=True)
+    sys.stdout.write("\n".join([*_reported(report), ""]))
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(bool(missed(report)))

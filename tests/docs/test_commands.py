@@ -32,7 +32,6 @@ NOT_RUN = {
     "scripts/install": "installs; CI runs it",
     "scripts/check": "installs; CI runs it",
     "scripts/software_gpu": "installs PyTorch's CUDA build; tests/software_gpu/test_serving_run.py runs it",
-    "scripts/verify_kernels": "installs PyTorch's CUDA build; tests/software_gpu/test_verification.py runs it",
     "scripts/test": "installs; CI runs it",
     "scripts/lock": "installs",
     "scripts/simulation_check.py": "minutes; tests/simulation runs loads of both kinds",
