@@ -340,7 +340,7 @@ def _print(report: dict[str, Any]) -> None:
 _PARTS = {
     "weights_bytes": "weights",
     "context_bytes": "CUDA context and kernels (assumed)",
-    "buffers_bytes": "inputs and outputs of a step",
+    "buffers_bytes": "inputs, outputs and logit rules",
     "workspace_bytes": "workspaces of attention and sampling",
     "activations_bytes": "activations of the largest step",
     "graph_pool_bytes": "activations of CUDA graphs",

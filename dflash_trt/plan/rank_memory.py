@@ -10,6 +10,7 @@ from typing import Final
 
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
 from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
@@ -78,11 +79,16 @@ def rank_memory(
         has_pages_last=has_pages_last,
         context_bytes=CONTEXT_BYTES,
         weights_bytes=weights_bytes,
-        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last),
+        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last) + (0 if has_pages_last else _rules_bytes(steps)),
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
         activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps), has_nodes=has_pages_last),
         graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
+
+
+def _rules_bytes(limits: ExecutorLimits) -> int:
+    """Logit rules and tokens of every slot, and of padding; TensorRT engines have none."""
+    return rules_bytes(limits.max_batch_size + 1, limits.max_positions)
 
 
 def buffers_bytes(limits: ExecutorLimits, *, has_nodes: bool = False) -> int:

@@ -1,5 +1,6 @@
 """Logit rules on a GPU against those on a CPU: scores and log-probabilities of rows, then tokens of whole engines."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from dflash_trt.backends.slots import PlanInputs
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.logit_rules import adjust_scores
 from dflash_trt.core.batch import ScheduledRequest, SlotMirror, StepBatch, StepSampling, plan_of
-from dflash_trt.core.logit_rules import LogitRules
+from dflash_trt.core.logit_rules import LogitRules, rules_bytes
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import StepPlan
+from dflash_trt.kernels.logit_rules_launch import RuleTensors
 from dflash_trt.kernels.sampling_launch import allocate_outputs
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -136,6 +138,11 @@ def test_a_cleared_slot_has_no_rules_and_nothing_is_allocated_before_there_are_a
     rows = tuple(_without_rules(row) for row in batch_of(plan).requests)
     assert not slots.update(plan_of(StepBatch(requests=rows, num_draft_tokens=WIDTH - 1)))
     assert slots.tensors.has_rules.tolist() == [0] * 5
+
+
+def test_the_plan_knows_the_memory_of_the_rules(device: torch.device) -> None:
+    tensors = RuleTensors.allocate(5, 70, device)
+    assert rules_bytes(5, 70) == sum(getattr(tensors, item.name).nbytes for item in fields(RuleTensors))
 
 
 def _without_rules(row: ScheduledRequest) -> ScheduledRequest:

@@ -120,7 +120,8 @@ def test_graphs_are_replayed_between_the_copies(
     executor.warm_up(shape for shape in shapes if shape.has_graph)
     monkeypatch.setattr(DeviceSnapshots, "_copy", record)
     assert tokens_of(make_loop(executor, 0), PROMPTS[:2], together=False) == expected[:2]
-    assert events == ["graph", "save", *["graph"] * 3, "restore", *["graph"] * 3]
+    step = ["graph"] * 3  # the target, sampling, drafts
+    assert events == [*step, "save", *step * 3, "restore", *step * 3]
 
 
 def test_a_copy_that_is_left_out_shows(
