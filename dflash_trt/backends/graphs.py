@@ -72,13 +72,8 @@ class CudaCapture:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory, which may be given to others while this tensor lives: that of a graph, which others reuse.
-
-    On a CPU the tensor itself.
-    """
-    if not tensor.is_cuda:
-        return tensor
-    assert tensor.is_contiguous()
+    """The same memory of a GPU, which others may be given while this tensor lives: that of a graph."""
+    assert tensor.is_cuda and tensor.is_contiguous()
     content: Tensor = torch.as_tensor(_DeviceBytes(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
     return content.view(tensor.dtype).view(tensor.shape)
 

@@ -118,6 +118,7 @@ def test_graphs_are_replayed_between_the_copies(
     monkeypatch.setattr(executor, "graphs", GraphCache(capture))
     shapes = [shape for shape in warm_shapes(executor.limits, (0,)) if shape.num_requests == 1]
     executor.warm_up(shape for shape in shapes if shape.has_graph)
+    events.clear()
     monkeypatch.setattr(DeviceSnapshots, "_copy", record)
     assert tokens_of(make_loop(executor, 0), PROMPTS[:2], together=False) == expected[:2]
     step = ["graph"] * 3  # the target, sampling, drafts

@@ -85,7 +85,7 @@ def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int) -> int:
 
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, LiveMemory() as live:
         patch.setattr(InterpretedFunction, "run", run)
-        executor._enqueue(shape)
+        executor._run(shape)
     return live.peak_bytes
 
 

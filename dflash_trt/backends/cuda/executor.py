@@ -218,8 +218,8 @@ class TorchGpuExecutor:
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
         """Compile the kernels of these steps and capture their graphs, before serving.
 
-        The steps consist of padding alone, which touches no page and no request's slot. Each is sampled a second time
-        under rules and masks, which no graph holds.
+        The steps consist of padding alone, which touches no page and no request's slot. Each runs a second time under
+        rules and masks, which no graph holds.
         """
         with self.on_stream():
             self._snapshots.warm_up()
@@ -227,17 +227,16 @@ class TorchGpuExecutor:
         for shape in shapes:
             padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
             self._staging.stage(padding, shape)
-            launches, use = self._launches(shape), LogitUse(make_rules=partial(self._step_rules, shape), masks=masks)
+            use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks)
             with self.on_stream():
                 self._staging.upload()
                 if shape.has_graph:
+                    launches = self._launches(shape)
                     self.graphs.capture(shape, *launches.parts)
                     self._captured[shape] = launches
                 else:
-                    launches.run_target()
-                    launches.sample()
-                    launches.draft()
-                launches.sample(use)
+                    self._run(shape)
+                self._run(shape, use)
         self.wait()
 
     @torch.inference_mode()

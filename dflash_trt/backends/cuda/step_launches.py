@@ -63,7 +63,7 @@ class StepLaunches:
         self._ops: Any = None
         self._target: TargetRun[Any] | None = None
         self._acceptance: Acceptance[Any] | None = None
-        self._logits: Tensor | None = None  # [R*(K+1), V]; behind the last part, memory that is another's
+        self._logits: Tensor | None = None  # [R*(K+1), V]; behind the last part that of a graph, which is another's
 
     @property
     def parts(self) -> tuple[Enqueue, Enqueue, Enqueue]:
@@ -88,7 +88,7 @@ class StepLaunches:
     def draft(self) -> None:
         """The logits end here: the drafter's memory is counted without."""
         assert self._logits is not None and self._target is not None and self._acceptance is not None
-        self._logits = unowned(self._logits)
+        self._logits = unowned(self._logits) if self._logits.is_cuda else None
         target, self._target = self._target, None
         ops, self._ops = self._ops, None
         result = run_drafter(
