@@ -5,8 +5,9 @@ Each is a directory that the outside reference implementations can open too. Wei
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -295,6 +296,7 @@ def make_speculators_drafter(
     sliding_window: int | None = None,
     sliding_window_non_causal: bool | None = None,
     has_own_embedding: bool = False,
+    layer: Mapping[str, Any] = MappingProxyType({}),
     seed: int = 2,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
@@ -302,7 +304,7 @@ def make_speculators_drafter(
     """Write a `DFlashSpeculator` for the target and return its directory.
 
     `target_layer_ids` are 0-based as everywhere in this house; the file stores them one higher. `draft_vocab_size`
-    None means the target's vocabulary and head. `overrides` replace top-level keys.
+    None means the target's vocabulary and head. `overrides` replace top-level keys, `layer` those of its layers.
     """
     target = read_json(target_dir / "config.json")
     vocab_size = target["vocab_size"]
@@ -311,6 +313,7 @@ def make_speculators_drafter(
         **_draft_decoder_fields(target, num_layers=num_layers, attention_bias=False),
         **_window_fields(num_layers, layer_types, sliding_window),
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        **layer,
     }
     fields: dict[str, Any] = {
         "architectures": ["DFlashSpeculator"],
