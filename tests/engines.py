@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,10 @@ from dflash_trt.core.model.draft import engine_states, engine_weights
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.formats.registry import split_quantized
+from dflash_trt.network.step import Network
+
+if TYPE_CHECKING:
+    from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 
 PAGE_SIZE = 4
 
@@ -28,25 +33,55 @@ def make_executor(
     target: Path,
     drafter: Path | None = None,
     *,
+    quantization: QuantizationSpec | None = None,
+    has_kernels: bool = True,
+    is_deterministic: bool = False,
+    **sizes: Any,
+) -> TorchExecutor:
+    """The executor `dflash-trt run` would use for this pair, with small pages; by default a single group of them, which
+    a test can lay out by hand. `sizes` are those of `_load`.
+    """
+    kernels = cpu_kernels() if has_kernels else None
+    network, limits = _load(target, drafter, **sizes)
+    return TorchExecutor(
+        network,
+        quantization=quantization,
+        is_deterministic=is_deterministic,
+        kernels=kernels if isinstance(kernels, CpuKernels) else None,
+        **limits,
+    )
+
+
+def make_gpu_executor(
+    target: Path, drafter: Path | None, *, device: torch.device, quantization: QuantizationSpec | None, **sizes: Any
+) -> "TorchGpuExecutor":
+    """The same on a GPU, or on a CPU that runs the GPU's kernels."""
+    from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+
+    network, limits = _load(target, drafter, device=device, **sizes)
+    return TorchGpuExecutor(network, device=device, quantization=quantization, **limits)
+
+
+def _load(
+    target: Path,
+    drafter: Path | None,
+    *,
     dtype: torch.dtype = torch.float32,
     max_seq_len: int = 256,
     max_batch_size: int = 8,
-    quantization: QuantizationSpec | None = None,
-    has_kernels: bool = True,
     num_snapshots: int = 0,
-    is_deterministic: bool = False,
     max_num_tokens: int = 1024,
     has_page_groups: bool = False,
     budget_bytes: int = 1 << 28,
     draft_window: int | None = None,
-) -> TorchExecutor:
-    """The executor `dflash-trt run` would use for this pair, with small pages; by default a single group of them, which
-    a test can lay out by hand.
-    """
-    kernels = cpu_kernels() if has_kernels else None
+    device: torch.device | None = None,
+) -> tuple[Network[torch.Tensor], dict[str, Any]]:
+    """The network and the limits of its executor."""
     pair = with_draft_window(open_pair(target, drafter), draft_window)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     max_draft_len = pair.draft.max_draft_len if pair.draft else 0
     plain, quantized = split_quantized(tensors, table, pair.quantization.linears)
     page_plan = plan_pages(
@@ -58,16 +93,13 @@ def make_executor(
         num_snapshots=num_snapshots,
         steps=StepSizes(max_num_tokens=max_num_tokens, max_draft_len=max_draft_len) if has_page_groups else None,
     )
-    return TorchExecutor(
-        bind_tensors(pair.target, pair.draft, plain, quantized),
-        page_plan=page_plan,
-        max_batch_size=max_batch_size,
-        max_num_tokens=max_num_tokens,
-        max_draft_len=max_draft_len,
-        quantization=quantization,
-        is_deterministic=is_deterministic,
-        kernels=kernels if isinstance(kernels, CpuKernels) else None,
-    )
+    limits = {
+        "page_plan": page_plan,
+        "max_batch_size": max_batch_size,
+        "max_num_tokens": max_num_tokens,
+        "max_draft_len": max_draft_len,
+    }
+    return bind_tensors(pair.target, pair.draft, plain, quantized), limits
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, make_executors
-from tests.parity.test_foreign_state import BAD, CONTENTS, Foreign, contents, serve
+from tests.parity.test_foreign_state import CONTENTS, check_free_memory, check_mates
 
 PROMPTS = [[5, 9, 2, 7, 3, 8, 1, 4, 6], [7], [5, 9, 2, 7, 3, 8, 1, 4, 2, 2], [3] * 4]
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -27,16 +27,5 @@ def test_free_memory_and_a_bad_mate_change_no_bit(tmp_path: Path, device: torch.
     )
     executor: Any = make_executors((target, drafter), device, num_snapshots=0)[1]
     given: dict[str, Any] = {"prompts": PROMPTS, "num_new": 3}
-    clean = Foreign(executor, None)
-    expected = contents(serve(clean, **given))
-    for value in CONTENTS[:1]:
-        foreign = Foreign(executor, value)
-        assert contents(serve(foreign, **given)) == expected
-        assert foreign.drafts == clean.drafts
-    spoilt = Foreign(executor, torch.nan, spoils_at=2)
-    found = serve(spoilt, reuses=False, **given)
-    assert [output.request_id for output in found if output.finish_reason == "error"] == [BAD]
-    last = max(i for i, rows in enumerate(spoilt.drafts) if any(request == BAD for request, _ in rows))
-    mates = serve(Foreign(executor, None), reuses=False, cancels_after=last + 1, **given)
-    others = [i for i in range(len(PROMPTS)) if str(i) != BAD]
-    assert contents([found[i] for i in others]) == contents([mates[i] for i in others])
+    check_free_memory(executor, CONTENTS[:1], **given)
+    check_mates(executor, spoils_at=2, **given)

@@ -4,10 +4,12 @@ The law takes the tensors from the executor itself and the kinds of state from `
 `test_every_kind...` until somebody has decided what is foreign in it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import pytest
@@ -21,15 +23,14 @@ from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core import state_spec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.request import GenerationOutput, Request
-from dflash_trt.core.step_plan import StepHandle, StepPlan
+from dflash_trt.core.step_plan import StepHandle, StepPlan, StepResult, StepRows
 from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
-from tests.eagle3_files import save_eagle3_head
-from tests.engines import make_executor
+from tests.engines import make_executor, make_gpu_executor
 from tests.factories import make_target, make_zlab_drafter
 from tests.gemma_targets import EVERYTHING, make_gemma
 
@@ -41,7 +42,7 @@ BAD = "1"  # the request whose own state is spoilt
 _target = partial(make_target, vocab_size=VOCAB_SIZE, tokenizer=False)
 _small = {"num_hidden_layers": 2}
 _windowed = partial(
-    make_zlab_drafter, block_size=4, layer_types=["sliding_attention", "full_attention"], sliding_window=9
+    make_zlab_drafter, block_size=4, head_dim=16, layer_types=["sliding_attention", "full_attention"], sliding_window=9
 )
 _taps = {"target_layer_ids": (0, 1)}
 
@@ -57,6 +58,8 @@ class Pair:
 
 
 def _eagle3(path: Path, *, target_dir: Path) -> Path:
+    from tests.eagle3_files import save_eagle3_head  # skips without `speculators`
+
     return save_eagle3_head(path, target_dir=target_dir)
 
 
@@ -80,7 +83,7 @@ PAIRS = {
     ),
     "sinks, DFlash2": Pair(
         target=partial(_target, family="gpt_oss", **_small),
-        drafter=partial(make_dflash2_drafter, block_size=4, **_taps),
+        drafter=partial(make_dflash2_drafter, block_size=4, head_dim=16, **_taps),
         options={"has_page_groups": True},
     ),
     "delta nets": Pair(
@@ -90,7 +93,7 @@ PAIRS = {
     ),
     "Gemma 4": Pair(
         target=partial(make_gemma, family="gemma4_text", vocab_size=VOCAB_SIZE, **EVERYTHING),
-        drafter=partial(make_zlab_drafter, block_size=4),
+        drafter=partial(make_zlab_drafter, block_size=4, head_dim=16),
         options={"has_page_groups": True},
     ),
     "EAGLE-3": Pair(target=_target, drafter=_eagle3, options={}),
@@ -103,26 +106,27 @@ class Foreign:
     `spoils_at` is a step before which all that request BAD owns gets the content instead.
     """
 
-    has_queue, can_retry = False, False
+    can_retry = False
 
     def __init__(self, executor: AnyExecutor, value: float | None, *, spoils_at: int | None = None) -> None:
         self.limits, self._executor, self._value, self._spoils_at = executor.limits, executor, value, spoils_at
+        self.has_queue = executor.has_queue
         self.scheduler: Scheduler
         self.drafts: list[Any] = []
-        self.num_accepted = self.num_rejected = 0
+        self.num_accepted = self.num_rejected = self._num_submitted = 0
 
     def submit(self, plan: StepPlan) -> StepHandle:
         if self._value is not None and self._spoils_at is None:
             self._fill(*self._unowned(plan))
-        elif self._value is not None and len(self.drafts) == self._spoils_at:
+        elif self._value is not None and self._num_submitted == self._spoils_at:
             self._fill(*self._owned_by_bad(), fills_integers=False)
-        handle = self._executor.submit(plan)
-        result = handle.result()
-        rows = plan.rows
+        self._num_submitted += 1
+        return _Recorded(self._executor.submit(plan), partial(self._record, plan.rows))
+
+    def _record(self, rows: StepRows, result: StepResult) -> None:
         self.drafts.append(list(zip(rows.request_ids, result.draft_tokens.tolist(), strict=True)))
         self.num_accepted += int(result.num_accepted.sum())
         self.num_rejected += int((rows.num_candidates - result.num_accepted).sum())
-        return handle
 
     def _unowned(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
         """Pages by group, with those that padding writes to and that nobody reads; and slots, snapshots among them."""
@@ -130,7 +134,8 @@ class Foreign:
         pools = [pool.store._pool, *(window._pool for window in pool.store.windows)]
         pages = [[i for i in range(one.num_pages) if one.num_owners(i) == 0] for one in pools]
         for group, tensor in paged_tensors(self._executor):
-            pages[group] += range(pools[group].num_pages, len(tensor))
+            if not group or not keeps_blank_pages(self._executor):
+                pages[group] += range(pools[group].num_pages, len(tensor))
         updates = plan.page_updates
         entries = zip(updates.slots.tolist(), updates.columns.tolist(), strict=True)
         for (slot, column), page_id in dict(zip(entries, updates.page_ids.tolist(), strict=True)).items():  # the last
@@ -151,13 +156,38 @@ class Foreign:
         windows = [pool.windows._page_ids(g, slot) for g in range(len(self.limits.page_windows))]
         return [pool.page_ids(sequence), *windows], [slot]
 
+    @torch.inference_mode()
     def _fill(self, pages: list[list[int]], slots: list[int], *, fills_integers: bool = True) -> None:
         assert self._value is not None
-        for group, tensor in paged_tensors(self._executor):
-            _overwrite(tensor, pages[group], self._value)
-        for tensor in slot_tensors(self._executor):
-            if tensor.dtype.is_floating_point or fills_integers:
-                _overwrite(tensor, [slot for slot in slots if slot < len(tensor)], self._value)
+        with getattr(self._executor, "on_stream", nullcontext)():
+            for group, tensor in paged_tensors(self._executor):
+                _overwrite(tensor, pages[group], self._value)
+            for tensor in slot_tensors(self._executor):
+                if tensor.dtype.is_floating_point or fills_integers:
+                    _overwrite(tensor, [slot for slot in slots if slot < len(tensor)], self._value)
+            for tensor in scratch_tensors(self._executor) if fills_integers else ():
+                _overwrite(tensor, range(len(tensor)), self._value)
+
+
+def keeps_blank_pages(executor: AnyExecutor) -> bool:
+    """The GPU's kernels load the blank page beside the keys of a window, and it stays zeros."""
+    return not isinstance(executor, TorchExecutor | TensorRTExecutor)
+
+
+class _Recorded:
+    """A StepHandle that passes its result on."""
+
+    def __init__(self, handle: StepHandle, record: Callable[[StepResult], None]) -> None:
+        self._handle, self._record = handle, record
+
+    def result(self) -> StepResult:
+        result = self._handle.result()
+        self._record(result)
+        return result
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._handle.elapsed_s
 
 
 def paged_tensors(executor: AnyExecutor) -> Iterator[tuple[int, Tensor]]:
@@ -184,16 +214,31 @@ def slot_tensors(executor: AnyExecutor) -> Iterator[Tensor]:
                 yield from cache.tensors.values()
         slots = executor._slots if isinstance(executor, TorchExecutor) else executor._staging.slots
     yield from (slots.token_ids, slots.choices, slots.chances, slots.context_lens)
+    rules = None if isinstance(executor, TorchExecutor | TensorRTExecutor) else executor._rules._tensors
+    if rules is not None:  # `has_rules` is the host's word on the others
+        yield from (getattr(rules, item.name) for item in fields(rules) if item.name != "has_rules")
 
 
-def _overwrite(tensor: Tensor, rows: list[int], value: float) -> None:
+def scratch_tensors(executor: AnyExecutor) -> Iterator[Tensor]:
+    """What a step writes before it reads it: the GPU executor's."""
+    if isinstance(executor, TorchExecutor | TensorRTExecutor):
+        return
+    resources = executor._resources
+    yield from (resources.attention_workspace, resources.attended, resources.attended_codes)
+    yield from resources.sampling_workspace.values()
+    yield from (executor._tables._memory, executor._results._device, executor._staging._assembled.memory)
+    if resources.latents is not None:
+        yield from (resources.latents.queries, resources.latents.attended)
+
+
+def _overwrite(tensor: Tensor, rows: Sequence[int], value: float) -> None:
     if not rows or not tensor.numel():
         return
     if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity
         content = torch.full_like(tensor[:1], max(value, -448.0) if abs(value) < torch.inf else torch.nan)
         tensor.view(torch.uint8)[rows] = content.view(torch.uint8)
     else:
-        tensor[rows] = value if tensor.dtype.is_floating_point else 1_000_003
+        tensor[rows] = value if tensor.dtype.is_floating_point else min(1_000_003, torch.iinfo(tensor.dtype).max)
 
 
 def serve(
@@ -203,16 +248,22 @@ def serve(
     num_new: int = NUM_NEW,
     reuses: bool = True,
     cancels_after: int | None = None,
+    overlaps: bool = False,
+    options: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[GenerationOutput]:
-    """All prompts on few slots: chunks beside verify blocks, hits, preemptions, another K by batch size."""
+    """All prompts on few slots: chunks beside verify blocks, hits, preemptions, another K by batch size.
+
+    `options` are more of SamplingParams, by the number of a prompt.
+    """
     most = executor.limits.max_draft_len
     policy = BatchSizeDraftLength({1: most, 2: most, NUM_SLOTS: 1})
     scheduler = Scheduler(executor.limits, SchedulerConfig(enable_prefix_caching=reuses), policy)
-    executor.scheduler, loop = scheduler, EngineLoop(executor, scheduler)
+    executor.scheduler, loop = scheduler, EngineLoop(executor, scheduler, overlaps=overlaps)
     streams = []
     for i, prompt in enumerate(prompts):
-        seeded = {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
-        sampling = SamplingParams(max_new_tokens=num_new, ignore_eos=True, logprobs=True, **seeded)
+        given = {"temperature": 0.8, "seed": i} if i % 3 == 2 else {}
+        given |= options.get(i, {})
+        sampling = SamplingParams(max_new_tokens=num_new, ignore_eos=True, logprobs=True, **given)
         streams.append(loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling)))
     number = 0
     while loop.step():
@@ -236,11 +287,14 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     executor.close()
 
 
-def open_pair(name: str, root: Path) -> TorchExecutor:
+def open_pair(name: str, root: Path, device: torch.device | None = None) -> AnyExecutor:
+    """On the GPU's kernels with a device, else on the CPU."""
     pair = PAIRS[name]
     target = pair.target(root / "target")
     drafter = pair.drafter(root / "drafter", target_dir=target)
     sizes = {"max_batch_size": NUM_SLOTS, "max_num_tokens": 20, "max_seq_len": 64, "budget_bytes": 1 << 20}
+    if device is not None:
+        return make_gpu_executor(target, drafter, device=device, **{"quantization": None} | sizes | pair.options)
     return make_executor(target, drafter, has_kernels="kernels" in name or "DFlash2" in name, **sizes | pair.options)
 
 
@@ -249,25 +303,35 @@ CONTENTS = [torch.nan, torch.inf, -3e4]
 
 def test_what_nobody_owns_changes_no_bit_of_texts_log_probabilities_and_drafts(executor: AnyExecutor) -> None:
     serve(Foreign(executor, None))  # memory that was used
-    clean = Foreign(executor, None)
-    expected = contents(serve(clean))
-    statistics = clean.scheduler.statistics()
+    statistics = check_free_memory(executor).statistics()
     assert statistics.num_prefix_hit_tokens > 0 and statistics.num_preemptions > 0
-    assert clean.num_rejected > 0
-    for value in CONTENTS:
-        foreign = Foreign(executor, value)
-        assert contents(serve(foreign)) == expected
-        assert foreign.drafts == clean.drafts
 
 
 def test_a_request_whose_state_is_not_finite_fails_alone(executor: AnyExecutor) -> None:
-    """Mates and successors are those of a run in which it is cancelled at the step that ends it."""
-    spoilt = Foreign(executor, torch.nan, spoils_at=3)
-    found = serve(spoilt, reuses=False)
+    check_mates(executor)
+
+
+def check_free_memory(executor: AnyExecutor, contents_of: Sequence[float] = CONTENTS, **given: Any) -> Scheduler:
+    """What is free holds each of these, and everything is as in a clean run, whose scheduler is returned."""
+    clean = Foreign(executor, None)
+    expected = contents(serve(clean, **given))
+    assert clean.num_rejected > 0
+    for value in contents_of:
+        foreign = Foreign(executor, value)
+        assert contents(serve(foreign, **given)) == expected
+        assert foreign.drafts == clean.drafts
+    return clean.scheduler
+
+
+def check_mates(executor: AnyExecutor, *, spoils_at: int = 3, **given: Any) -> None:
+    """Mates and successors of a request whose state holds NaN are those of a run in which it is cancelled at the step
+    that ends it.
+    """
+    spoilt = Foreign(executor, torch.nan, spoils_at=spoils_at)
+    found = serve(spoilt, reuses=False, **given)
     assert [output.request_id for output in found if output.finish_reason == "error"] == [BAD]
     last = max(i for i, rows in enumerate(spoilt.drafts) if any(name == BAD for name, _ in rows))
-    clean = Foreign(executor, None)
-    expected = serve(clean, reuses=False, cancels_after=last + 1)
+    expected = serve(Foreign(executor, None), reuses=False, cancels_after=last + 1, **given)
     bad = int(BAD)
     assert contents(found[:bad] + found[bad + 1 :]) == contents(expected[:bad] + expected[bad + 1 :])
 

@@ -12,7 +12,7 @@ from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits
-from tests.parity.test_foreign_state import BAD, NUM_SLOTS, PAIRS, Foreign, contents, serve
+from tests.parity.test_foreign_state import CONTENTS, NUM_SLOTS, PAIRS, Foreign, check_free_memory, check_mates, serve
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import define_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM
@@ -44,19 +44,8 @@ def open_layers(trt: ModuleType, name: str, root: Path) -> TensorRTExecutor:
 @pytest.mark.parametrize("name", PAIRS)
 def test_free_memory_and_a_bad_mate_change_no_bit(trt: ModuleType, tmp_path: Path, name: str) -> None:
     executor = open_layers(trt, name, tmp_path)
-    clean = Foreign(executor, None)
-    expected = contents(serve(clean))
-    assert clean.num_rejected > 0
-    foreign = Foreign(executor, torch.nan)
-    assert contents(serve(foreign)) == expected
-    assert foreign.drafts == clean.drafts
-    spoilt = Foreign(executor, torch.nan, spoils_at=3)
-    found = serve(spoilt, reuses=False)
-    assert [output.request_id for output in found if output.finish_reason == "error"] == [BAD]
-    last = max(i for i, rows in enumerate(spoilt.drafts) if any(request == BAD for request, _ in rows))
-    mates = serve(Foreign(executor, None), reuses=False, cancels_after=last + 1)
-    bad = int(BAD)
-    assert contents(found[:bad] + found[bad + 1 :]) == contents(mates[:bad] + mates[bad + 1 :])
+    check_free_memory(executor, CONTENTS[:1])
+    check_mates(executor)
 
 
 def test_what_a_weight_of_0_hides_is_noticed(trt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
