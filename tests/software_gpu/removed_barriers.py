@@ -1,4 +1,8 @@
-"""A program: attention with one barrier of its kernel removed at a time. Writes its line and what was found."""
+"""A program: attention with one barrier of its kernel removed at a time. Writes its line and what was found.
+
+Its argument is the architecture; of SM100 waits, commits and fences of tcgen05 are removed, too. What the step does not
+reach is left out.
+"""
 
 import re
 import sys
@@ -8,15 +12,30 @@ import torch
 from software_gpu.ptx.library import PtxError, PtxKernel
 from software_gpu.triton_driver import install
 
-gpu = install(finds_races=True)
+ARCHITECTURE = int(sys.argv[1])
+gpu = install(architecture=ARCHITECTURE, finds_races=True)
 
 from dflash_trt.kernels.attention_launch import allocate_workspace, attend_pages  # noqa: E402
 from tests.kernels.attention_steps import Heads, Step, make_tensors  # noqa: E402
 
+TCGEN05 = (
+    r"^\s*(bar\.sync|fence\.proxy|tcgen05\.wait|@%p\d+ tcgen05\.commit)[^\n]*\n",
+    r"^\{\s*(@[^\n]*\n\s*)?\.reg \.pred complete;[^}]*\}",  # a wait for an mbarrier
+)
+BARRIERS = {90: r"^\s*bar\.sync[^\n]*\n", 100: "|".join(TCGEN05)}
+# A verify block's tile is multiplied by mma.sync, a prompt's by tcgen05.
+ROWS = {90: (4, 3), 100: (40, 3)}
+
 
 def main() -> None:
     heads = Heads(num_heads=8, num_kv_heads=2, head_dim=128)
-    step = Step(rows=(4, 3), contexts=(600, 60), heads=heads, page_size=32, dtype=torch.bfloat16)
+    step = Step(
+        rows=ROWS[ARCHITECTURE],
+        contexts=(600, 60) if ARCHITECTURE == 90 else (60, 60),
+        heads=heads,
+        page_size=32,
+        dtype=torch.bfloat16,
+    )
     tensors = make_tensors(step)
 
     def attend() -> torch.Tensor:
@@ -26,14 +45,21 @@ def main() -> None:
         )
 
     expected = attend()
-    key, whole = next((key, kernel) for key, kernel in gpu.kernels.items() if kernel.entry == "attention_kernel")
-    for barrier in re.finditer(r"^\s*bar\.sync[^\n]*\n", whole.ptx, re.MULTILINE):
-        gpu.kernels[key] = PtxKernel(whole.ptx[: barrier.start()] + whole.ptx[barrier.end() :], whole.entry)
+    kernels = [(key, kernel) for key, kernel in gpu.kernels.items() if kernel.entry == "attention_kernel"]
+    key, whole = next((key, kernel) for key, kernel in kernels if ARCHITECTURE == 90 or "tcgen05.mma" in kernel.ptx)
+
+    def found(replacement: str) -> str:
+        gpu.kernels[key] = PtxKernel(
+            whole.ptx[: barrier.start()] + replacement + whole.ptx[barrier.end() :], whole.entry
+        )
         try:
-            found = "equal" if torch.equal(attend(), expected) else "other results"
+            return "equal" if torch.equal(attend(), expected) else "other results"
         except PtxError as error:
-            found = str(error).splitlines()[0]
-        sys.stdout.write(f"{whole.ptx.count(chr(10), 0, barrier.start()) + 1} {found}\n")
+            return str(error).splitlines()[0]
+
+    for barrier in re.finditer(BARRIERS[ARCHITECTURE], whole.ptx, re.MULTILINE):
+        if found("trap;\n") == "trap":  # it is executed
+            sys.stdout.write(f"{whole.ptx.count(chr(10), 0, barrier.start()) + 1} {found('')}\n")
 
 
 if __name__ == "__main__":

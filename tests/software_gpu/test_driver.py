@@ -41,11 +41,17 @@ def test_a_norm_in_bfloat16_is_pytorchs(tmp_path: Path) -> None:
     assert float(error) <= 1 / 128
 
 
-def test_barriers_removed_from_attention_are_noticed(tmp_path: Path) -> None:
-    """Measured: 11 of 12 with Triton 3.9.0, 14 of 16 with 3.7.1."""
+@pytest.mark.parametrize(("architecture", "num_seen", "num_equal"), [(90, 11, 1), (100, 43, 28)])
+def test_barriers_removed_from_attention_are_noticed(
+    architecture: int, num_seen: int, num_equal: int, tmp_path: Path
+) -> None:
+    """Those which are not noticed stand beside another that orders the same, and change no bit.
+
+    Measured with Triton 3.9.0: 11 of 11, and 43 of SM100's 65; with 3.7.1: 13 of 14, and 43 of 71.
+    """
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.software_gpu.removed_barriers"],
+        [sys.executable, "-m", "tests.software_gpu.removed_barriers", str(architecture)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -54,6 +60,5 @@ def test_barriers_removed_from_attention_are_noticed(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     found = [line.split(maxsplit=1)[1] for line in ran.stdout.splitlines()]
-    seen = [words for words in found if "a race" in words or "that nobody has written" in words]
-    assert len(seen) >= 11
-    assert set(found) - set(seen) == {"equal"} and len(found) - len(seen) <= 2
+    assert "other results" not in found
+    assert len(found) - found.count("equal") >= num_seen and found.count("equal") <= num_equal
