@@ -77,6 +77,9 @@ def product(
             else:
                 w = _weights(codes, block_scale, rows, scale_rows, is_row, start, tokens.dtype, OUT, IN, BLOCK_IN, FORM)
                 acc = tl.dot(w, tl.trans(tokens), acc, input_precision="ieee")
+        # Sums that are used in the loop are waited for. Else Triton 3.7 lets wgmma read the registers of w, which the
+        # next round writes (PTX ISA, "wgmma.mma_async": access before wgmma.wait_group is undefined).
+        acc = tl.where(is_token[None, :], acc, 0.0)
     return acc
 
 
@@ -157,7 +160,8 @@ def _e2m1(code, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
         bits = (code * ((1 << (28 - SHIFT)) | (1 << (22 - SHIFT)))) & 0x81C00000
         return bits.to(tl.uint32).to(DTYPE, bitcast=True) * 2.0**126
     elif DTYPE == tl.float16:
-        bits = (code * ((1 << (12 - SHIFT)) | (1 << (9 - SHIFT)))) & 0x8E00
+        # Not one product: the sign of the second copy would be added to the first one's last bit, and carry into its sign.
+        bits = ((code << (12 - SHIFT)) & 0x8000) | ((code << (9 - SHIFT)) & 0x0E00)
         return bits.to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**14
     else:
         bits = (code * ((1 << (12 - SHIFT)) | (1 << (6 - SHIFT)))) & 0x81C0

@@ -20,6 +20,7 @@ from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.kernels import packed_linear_launch, quantize_fp8_launch, row_codes_launch
 from dflash_trt.network.ops import Linear
+from tests.kernels_on import KERNELS_ON
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
 
 SEGMENTS = (32, 16, 48)
@@ -61,6 +62,22 @@ def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, ar
     assert relative(found, defined_output(x, weight, weight_format)) < SUM_TOLERANCE
     kind = DeviceFp8Weight if weight_format == "fp8" else DevicePackedWeight
     assert isinstance(prepared, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if not known_format(name).has_input_scale])
+def test_a_loop_over_many_inputs_computes_the_definition(weight_format, dtype, device):
+    """Long enough that loads and products of several rounds are on their way at once; all codes of a format occur."""
+    if dtype == torch.bfloat16 and KERNELS_ON == "interpreter":
+        pytest.skip("the interpreter is not exact in bfloat16")
+    weight = 0.05 * torch.randn(192, 512, generator=torch.Generator().manual_seed(1))
+    known = known_format(weight_format)
+    quantized = known.quantize(weight, segments=(192,), weight_amax=segment_amax(weight, (192,)), input_amax=None)
+    for num_rows in (3, 70):
+        x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+        _, found = run(quantized, x, device)
+        expected = x.double() @ dequantized(quantized).to(dtype).double().T
+        assert relative(found.double(), expected) < {torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
 @pytest.mark.parametrize(("segments", "in_size"), [((24, 16, 16), 64), ((32, 16, 48), 72)])
