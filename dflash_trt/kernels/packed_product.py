@@ -44,6 +44,7 @@ def product(
     x_factors=None,  # float32 [TOKENS], of rows of x before they are quantized; used only with ROUNDED_HERE
 ):
     """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows."""
+    # Not "ieee": for SM100 Triton 3.7 makes TF32 of it where a factor was narrower (triton-lang/triton#10176).
     acc = tl.zeros((OUT, TOKENS), tl.float32)
     inverse = 1.0 / input_scale
     for start in range(0, IN, BLOCK_IN):
@@ -66,7 +67,7 @@ def product(
                 w = _e4m3(_unpacked(codes, rows, is_row, start, IN, BLOCK_IN), tokens.dtype)
                 at = scale_rows * tl.cdiv(IN, _FP8_BLOCK_SIZE) + start // _FP8_BLOCK_SIZE
                 scale = tl.load(block_scale + at, mask=is_row, other=0.0)  # BLOCK_IN columns are within a block
-                acc += tl.dot(w, tl.trans(tokens), input_precision="ieee") * scale[:, None]
+                acc += tl.dot(w, tl.trans(tokens), input_precision="tf32x3") * scale[:, None]
             elif FORM == _MXFP4 and tokens.dtype == tl.bfloat16:
                 w = _packed(codes, rows, is_row, start, IN, BLOCK_IN)
                 scale = _scales(block_scale, scale_rows, is_row, start, IN, BLOCK_IN, 32)
@@ -76,7 +77,7 @@ def product(
                 acc = tl.dot(w, tl.trans(tokens), acc)
             else:
                 w = _weights(codes, block_scale, rows, scale_rows, is_row, start, tokens.dtype, OUT, IN, BLOCK_IN, FORM)
-                acc = tl.dot(w, tl.trans(tokens), acc, input_precision="ieee")
+                acc = tl.dot(w, tl.trans(tokens), acc, input_precision="tf32x3")
         # Sums that are used in the loop are waited for. Else Triton 3.7 lets wgmma read the registers of w, which the
         # next round writes (PTX ISA, "wgmma.mma_async": access before wgmma.wait_group is undefined).
         acc = tl.where(is_token[None, :], acc, 0.0)

@@ -11,12 +11,8 @@ _REPLACES: Final = "replaces a function that kernels are interpreted from"
 _COUNTS: Final = "counts launches of the interpreter, and executes no kernel"
 _EXACT: Final = "negative control of the order of sums, which changes no bit here"
 _NVFP4: Final = f"Triton {triton.__version__} compiles a product of NVFP4 for SM100 alone"
-_TF32: Final = (
-    f"Triton {triton.__version__} multiplies numbers converted to float32 as TF32 on SM100, even where input_precision "
-    "is ieee: triton-lang/triton#10176"
-)
 _FENCE: Final = (
-    f"Triton {triton.__version__} has no fence.proxy.async between cp.async and tcgen05.mma in a loop of three stages: "
+    f"Triton {triton.__version__} has no fence.proxy.async between cp.async and tcgen05.mma for latent attention: "
     "pytorch/pytorch#181248"
 )
 _SPILLS: Final = "compiles with the Triton that is locked, and executes no kernel"
@@ -67,34 +63,14 @@ if _lacks_nvfp4():
             _NVFP4,
         )
     )
-if ARCHITECTURE >= 100 and _is_older_than(3, 9):
+if ARCHITECTURE >= 100 and FINDS_RACES and _is_older_than(3, 9):
     NOT_COMPILED.update(
         dict.fromkeys(
             (
-                "test_device_experts.py::test_factors_of_experts_are_in_their_weights?*-mxfp4?",
-                *(
-                    f"test_device_experts.py::*experts_compute_what_the_reference_backend_computes?{weight_format}?"
-                    for weight_format in ("fp8_block", "fp8_w8a16", "int4", "mxfp4", "nvfp4_w4a16")
-                ),
-                "test_experts_kernels.py::test_experts_compute_their_definition?*[48]-*",  # fp8, int4, mxfp4, nvfp4
-                "test_experts_kernels.py::test_experts_compute_their_definition?fp8_block-*",
-                "test_experts_kernels.py::test_weights_of_the_router_scale_rows_before_they_are_quantized?mxfp4-*",
-                *(
-                    f"test_gpu_linear.py::test_a_prepared_linear_computes_its_definition?{weight_format}-*"
-                    for weight_format in ("fp8_block", "fp8_w8a16", "int4", "mxfp4", "nvfp4_w4a16")
-                ),
+                "test_latent_kernels.py::*?a prompt of the published sizes, float16?",
+                "test_latent_kernels.py::*?128 heads of the published sizes, float16?",
+                "test_latent_kernels.py::*?16 heads of the published sizes, float16, pages of 16?",
             ),
-            _TF32,
+            _FENCE,
         )
     )
-    if FINDS_RACES:
-        NOT_COMPILED.update(
-            dict.fromkeys(
-                (
-                    "test_latent_kernels.py::*?a prompt of the published sizes, float16?",
-                    "test_latent_kernels.py::*?128 heads of the published sizes, float16?",
-                    "test_latent_kernels.py::*?16 heads of the published sizes, float16, pages of 16?",
-                ),
-                _FENCE,
-            )
-        )
