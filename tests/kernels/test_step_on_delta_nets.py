@@ -76,6 +76,14 @@ def test_a_prompt_has_the_logits_of_plain_pytorch_and_a_slot_serves_one_after_th
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
+def test_a_single_head_with_a_gate_has_the_logits_of_plain_pytorch(tmp_path: Path, device: torch.device) -> None:
+    """As on ranks of which each has one."""
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    reference, executor = make_executors(make_pair(tmp_path, family="qwen3_5_text", **SMALL, **heads), device)
+    found, expected = (x.target_logits([5, 9, 2, 7]).cpu() for x in (executor, reference))
+    torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
 @pytest.mark.parametrize("weight_format", ["fp8", "fp8_block", "nvfp4_w4a16"])
 @pytest.mark.usefixtures("exact_codes")
 def test_a_packed_hybrid_has_the_logits_of_plain_pytorch(
