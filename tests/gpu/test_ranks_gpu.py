@@ -10,6 +10,7 @@ import torch
 
 from dflash_trt.core.errors import RankError
 from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.gpu.family_pairs import make_pair
 from tests.traces import GREEDY, SAMPLED, integers, trace
 
 pytestmark = [
@@ -30,6 +31,16 @@ def test_two_gpus_give_the_tokens_of_one_rank_on_a_cpu(tmp_path: Path, samplings
         for _ in range(3):  # run, capture, replay
             found, _ = trace(two, samplings, num_draft_tokens=(3,))
             assert integers(found) == integers(expected)
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", "qwen3.5"])
+def test_so_do_they_for_other_families(tmp_path: Path, name: str) -> None:
+    make_pair(name, tmp_path)
+    engines = [build(tmp_path, tp_size=tp_size, max_batch_size=4, max_num_tokens=16) for tp_size in (1, 2)]
+    with opened(engines[0]) as one, opened(engines[1], device="cuda") as two:
+        expected, _ = trace(one, SAMPLED, num_draft_tokens=(3, 0))
+        found, _ = trace(two, SAMPLED, num_draft_tokens=(3, 0))
+    assert integers(found) == integers(expected)
 
 
 def test_a_killed_worker_does_not_leave_the_other_gpu_waiting(tmp_path: Path) -> None:
