@@ -161,7 +161,7 @@ def _e2m1(code, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
         bits = (code * ((1 << (28 - SHIFT)) | (1 << (22 - SHIFT)))) & 0x81C00000
         return bits.to(tl.uint32).to(DTYPE, bitcast=True) * 2.0**126
     elif DTYPE == tl.float16:
-        # Not one product: the sign of the second copy would be added to the first one's last bit, and carry into its sign.
+        # No single product here: the second copy's sign would be added to the first one's last bit.
         bits = ((code << (12 - SHIFT)) & 0x8000) | ((code << (9 - SHIFT)) & 0x0E00)
         return bits.to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**14
     else:

@@ -322,7 +322,9 @@ class TorchGpuOps(DrafterOps):
         inputs, raw = self._inputs, tensor_of(logits)
         num_requests, width = inputs.logit_rows.shape
         scores = raw if self._rules is None else self._rules.scores(raw)
-        scores = scores if self._masks is None else self._masks.masked(scores)
+        if self._masks is not None:
+            scores = raw.to(torch.float32, copy=True) if scores is raw else scores
+            self._masks.mask(scores)
         outputs = self._outputs or sampling_launch.allocate_outputs(num_requests, width, scores.device)
         sampling_launch.sample_and_accept(
             scores,

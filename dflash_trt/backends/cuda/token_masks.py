@@ -30,12 +30,11 @@ class DeviceMasks:
         bits = torch.zeros((1, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
         return cls(torch.zeros(1, dtype=torch.int64, device=device), bits)
 
-    def masked(self, scores: Tensor) -> Tensor:  # F [R*(K+1), V] -> float32
-        """-infinity for the tokens that a row must not give; `scores` stay as they are."""
+    def mask(self, scores: Tensor) -> None:  # float32 [R*(K+1), V]
+        """-infinity for the tokens that a row must not give, in place: a batch of scores may be a gigabyte."""
         places = torch.arange(8, dtype=torch.uint8, device=self.bits.device)
         is_allowed = ((self.bits[..., None] >> places) & 1).flatten(1)[:, : scores.shape[1]]
-        wide = scores.float()
-        return wide.index_copy(0, self.rows, wide[self.rows].masked_fill(is_allowed == 0, -torch.inf))
+        scores.index_copy_(0, self.rows, scores[self.rows].masked_fill_(is_allowed == 0, -torch.inf))
 
     def write_logprobs(self, logits: Tensor, scores: Tensor, outputs: SamplingOutputs) -> None:
         """Log-probabilities of the masked rows under the logits before all rules and masks.
