@@ -24,6 +24,7 @@ from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_pages import store_latents_kernel
 from dflash_trt.kernels.latent_rules import FLOAT32_TILE, FP8_TILE, TILE, LatentShape, num_work_slots
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS, heads_reciprocal
+from dflash_trt.kernels.loop_stages import active_architecture, fenced_stages
 from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
@@ -197,7 +198,7 @@ def attend_latents(
         **attention_constants(shape, tile=tile, dtype=queries.dtype, page_size=page_size),
         POOLED=False,
         num_warps=ATTENTION_WARPS,
-        num_stages=attention_stages(queries.dtype),
+        num_stages=fenced_stages(attention_stages(queries.dtype), active_architecture()),
         enable_fp_fusion=True,
     )
     _reduce(attended, partials, stats, plan, requests, part, groups, group_heads)

@@ -15,6 +15,7 @@ from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, Request
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_chunk import latent_chunk_kernel
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
+from dflash_trt.kernels.loop_stages import active_architecture, fenced_stages
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 CHUNK_TILE: Final = 128
@@ -132,7 +133,7 @@ def attend_chunks(
         **constants,
         POOLED=False,
         num_warps=CHUNK_WARPS,
-        num_stages=chunk_stages(queries.dtype),
+        num_stages=fenced_stages(chunk_stages(queries.dtype), active_architecture()),
         enable_fp_fusion=True,
     )
 

@@ -97,6 +97,7 @@ def _attention_variant(
     signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "heads_reciprocal"), "i32")
     signature |= dict.fromkeys(("page_shift", "state_index", "max_lag", "max_lead", "window_step"), "i32")
     signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "has_sinks"), "i32")
+    options = attention_options(tile=tile, head_dim=head_dim, dtype=dtype)
     return KernelVariant(
         name=f"attention_{suffix}",
         kernel=attention_kernel,
@@ -109,7 +110,8 @@ def _attention_variant(
             f"{_TILE_CAPACITY.format(tile=tile)} + work_slots",
             "1",
         ),
-        **attention_options(tile=tile, head_dim=head_dim, dtype=dtype),
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
     )
 
 

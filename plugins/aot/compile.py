@@ -9,10 +9,11 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dflash_trt.core.errors import BuildError, ConfigError
+from dflash_trt.kernels.loop_stages import fenced_stages
 from plugins.aot.variant import KernelVariant
 
 # Shared memory of one block, opted in. CUDA C++ Programming Guide, technical specifications per compute capability.
@@ -106,6 +107,8 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     where = f"kernel {variant.name} for sm_{architecture}"
     target = GPUTarget("cuda", int(architecture.removesuffix("a")), 32)
+    if variant.is_fenced:
+        variant = replace(variant, num_stages=fenced_stages(variant.num_stages, target.arch))
     try:
         compiled = triton.compile(variant.source(), target=target, options=variant.options)
     except (RuntimeError, triton.TritonError) as error:

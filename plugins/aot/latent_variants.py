@@ -116,6 +116,7 @@ def latent_attention_variant(
         constants | {"POOLED": is_pooled},
         num_warps=launch.ATTENTION_WARPS,
         num_stages=launch.attention_stages(dtype),
+        is_fenced=True,
         grid=("groups", "tile_capacity + work_slots", "1"),
     )
 
@@ -166,6 +167,7 @@ def latent_chunk_variant(
         constants | {"POOLED": is_pooled},
         num_warps=CHUNK_WARPS,
         num_stages=chunk_stages(dtype),
+        is_fenced=True,
         grid=("heads", "tile_capacity + work_slots", "1"),
     )
     return variant if nope_dim % 16 == 0 else _with_words(variant, "i32", "q_stride", "q_pitch")
@@ -179,6 +181,7 @@ def latent_variant(
     *,
     num_warps: int,
     num_stages: int = 1,
+    is_fenced: bool = False,
     grid: tuple[str, str, str],
 ) -> KernelVariant:
     types = {argument: word for word, arguments in _TYPES.items() for argument in arguments}
@@ -190,6 +193,7 @@ def latent_variant(
         constexprs=constants,
         num_warps=num_warps,
         num_stages=num_stages,
+        is_fenced=is_fenced,
         grid=grid,
     )
 

@@ -31,6 +31,7 @@ class KernelVariant:
     constexprs: Mapping[str, int | bool]
     num_warps: int
     num_stages: int
+    is_fenced: bool = False  # its loops load ahead as `kernels.loop_stages.fenced_stages` says
     grid: tuple[str, str, str]
 
     @property

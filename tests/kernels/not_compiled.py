@@ -5,16 +5,12 @@ from typing import Final
 import torch
 import triton
 
-from tests.kernels_on import ARCHITECTURE, FINDS_RACES, KERNELS_ON
+from tests.kernels_on import ARCHITECTURE, KERNELS_ON
 
 _REPLACES: Final = "replaces a function that kernels are interpreted from"
 _COUNTS: Final = "counts launches of the interpreter, and executes no kernel"
 _EXACT: Final = "negative control of the order of sums, which changes no bit here"
 _NVFP4: Final = f"Triton {triton.__version__} compiles a product of NVFP4 for SM100 alone"
-_FENCE: Final = (
-    f"Triton {triton.__version__} has no fence.proxy.async between cp.async and tcgen05.mma for latent attention: "
-    "pytorch/pytorch#181248"
-)
 _SPILLS: Final = "compiles with the Triton that is locked, and executes no kernel"
 _ONE_CORE: Final = "counts programs as for a machine without multiprocessors"
 
@@ -61,16 +57,5 @@ if _lacks_nvfp4():
                 "test_gpu_linear.py::*?nvfp4?",
             ),
             _NVFP4,
-        )
-    )
-if ARCHITECTURE >= 100 and FINDS_RACES and _is_older_than(3, 9):
-    NOT_COMPILED.update(
-        dict.fromkeys(
-            (
-                "test_latent_kernels.py::*?a prompt of the published sizes, float16?",
-                "test_latent_kernels.py::*?128 heads of the published sizes, float16?",
-                "test_latent_kernels.py::*?16 heads of the published sizes, float16, pages of 16?",
-            ),
-            _FENCE,
         )
     )
