@@ -18,6 +18,8 @@ SELECTOR_GRIDS: Final = {  # by name without "_kernel", in the order of the laun
     "walk": ("num_requests", "1", "1"),
 }
 REQUEST_COLUMNS: Final = ("bonus_tokens", "temperature", "seed", "draft_stream", "next_context_lens")
+# Threads that share a sum of products write it to the same place. Fused, it would be rounded otherwise in some.
+SYMMETRIC: Final = ("walk",)
 SELECTOR_WARPS: Final = {"tile_candidates": 8, "merge_candidates": 4, "walk": 4}
 
 
@@ -65,7 +67,7 @@ def select_tokens(
         constants = selector_constants(name, vocab_size=vocab_size, top_k=top_k, rank=rank)
         given = {key: arguments[key] for key in kernel.arg_names if key not in constants}
         kernel[tuple(sizes.get(size, 1) for size in grid)](
-            **given, **constants, num_warps=SELECTOR_WARPS[name], enable_fp_fusion=True
+            **given, **constants, num_warps=SELECTOR_WARPS[name], enable_fp_fusion=name not in SYMMETRIC
         )
     return token_ids, candidates, chances
 
