@@ -44,10 +44,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
     found: list[Hashable] = []
     run = GraphCache.run
 
-    def watch(cache: GraphCache, key: Hashable, enqueue: Enqueue) -> None:
+    def watch(cache: GraphCache, key: Hashable, *parts: Enqueue, **options: Any) -> None:
         assert key in cache._graphs, "no step is captured while it serves"
         found.append(key)
-        run(cache, key, enqueue)
+        run(cache, key, *parts, **options)
 
     monkeypatch.setattr(GraphCache, "run", watch)
     return found
