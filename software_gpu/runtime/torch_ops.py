@@ -126,6 +126,19 @@ def _transfer(to: Tensor, source: Tensor, *, is_blocking: bool) -> None:
         raise RuntimeError(f"CUDA error {failed}")
     if is_blocking:
         stream.synchronize()
+    elif not torch.cuda.is_current_stream_capturing():
+        _hold(to if source.is_cuda else source, stream)
+
+
+def _hold(tensor: Tensor, stream: Any) -> None:
+    """Until the stream comes here: PyTorch's own copy records an event for the allocator of pinned memory."""
+    number = next(_numbers)
+
+    def release(held: Tensor = tensor) -> None:
+        del _submitted[number]
+
+    _submitted[number] = release
+    software_cuda().library.software_gpu_submit(stream.cuda_stream, b"event of a pinned block", _run, number)
 
 
 def _submit(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:

@@ -45,8 +45,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
     run = GraphCache.run
 
     def watch(cache: GraphCache, key: Hashable, *parts: Enqueue, **options: Any) -> None:
-        assert key in cache._graphs, "no step is captured while it serves"
-        found.append(key)
+        if key is not None:  # a step that has a graph
+            assert key in cache._graphs, "no step is captured while it serves"
+            found.append(key)
         run(cache, key, *parts, **options)
 
     monkeypatch.setattr(GraphCache, "run", watch)
@@ -68,6 +69,7 @@ def test_a_family_has_the_tokens_of_a_cpu(name: str, tmp_path: Path, replayed: l
         assert not replayed
     with opened(engine, device="cuda", **options) as llm:
         assert llm.config.overlap_scheduling
+        replayed.clear()  # by the warm-up
         found = llm.generate(PROMPTS, SAMPLINGS)
         assert_same(found, expected)
         assert_same(llm.generate(PROMPTS[:1], SAMPLINGS[0]), expected[:1])  # behind its own pages
