@@ -91,7 +91,7 @@ SMALL_STEPS = ("--max-batch-size", 8, "--max-num-tokens", 256)
         (
             28,
             ("--max-batch-size", 8),
-            ["--tp-size 2", "--quantization fp8", "--max-num-tokens 1024", "--max-seq-len 5728"],
+            ["--tp-size 2", "--quantization fp8", "--max-num-tokens 1024", "--max-seq-len 5696"],
         ),
     ],
 )

@@ -83,10 +83,7 @@ def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
             ["--prompt", "a", "--num-draft-tokens", "1", "--no-drafter"],
             "--no-drafter and --num-draft-tokens are mutually exclusive",
         ),
-        (
-            ["--prompt", "a", "--kv-cache-bytes", "0"],
-            "Invalid value for '--kv-cache-bytes': 0 is not in the range x>=1",
-        ),
+        (["--prompt", "a", "--kv-cache-bytes", "0"], "--kv-cache-bytes: expected an integer of 1 or more, found 0"),
         (["--prompt", "a", "--kv-cache-free-memory-fraction", "0"], "0.0 is not in the range 0<x<=1"),
         (["--prompt", "a", "--input-file", "x"], "--prompt and --input-file are mutually exclusive"),
         (["--prompt", "a", "--prompt", "b", "--stream"], "--stream needs one --prompt (got 2)"),
