@@ -130,8 +130,7 @@ class TorchGpuExecutor:
             device=device,
             splits=self._splits(max_rows) if is_deterministic else None,
         )
-        self._device = device
-        self._shapes = StepShapes(self.limits, step_shape)
+        self._device, self._shapes = device, StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
         self._tables = PageTables(self.limits, device=device)
         self._results, self._rules = ResultStaging(self.limits, device), DeviceRules(self.limits, device)
