@@ -246,6 +246,7 @@ def make_kernel(**changes: Any) -> CompiledKernel:
         "constants": (("BLOCK", 128),),
         "grid": ("(num_rows + BLOCK - 1) / BLOCK", "num_heads", "1"),
         "cubin": b"\x7fELF and more",
+        "ptx": ".version 8.7",
     }
     return CompiledKernel(**fields | changes)
 
