@@ -10,6 +10,7 @@ the activations; those of the other formats fit it.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from dflash_trt.kernels.quantize_fp8 import fp8
 from dflash_trt.kernels.quantize_nvfp4 import nvfp4
@@ -80,7 +81,8 @@ def product(
                 acc = tl.dot(w, tl.trans(tokens), acc, input_precision="tf32x3")
         # Sums that are used in the loop are waited for. Else Triton 3.7 lets wgmma read the registers of w, which the
         # next round writes (PTX ISA, "wgmma.mma_async": access before wgmma.wait_group is undefined).
-        acc = tl.where(is_token[None, :], acc, 0.0)
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):  # SM90, launched by Triton
+            acc = tl.where(is_token[None, :], acc, 0.0)
     return acc
 
 
