@@ -81,7 +81,7 @@ def product(
                 acc = tl.dot(w, tl.trans(tokens), acc, input_precision="tf32x3")
         # Sums that are used in the loop are waited for. Else Triton 3.7 lets wgmma read the registers of w, which the
         # next round writes (PTX ISA, "wgmma.mma_async": access before wgmma.wait_group is undefined).
-        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):  # SM90, launched by Triton
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):  # SM90
             acc = tl.where(is_token[None, :], acc, 0.0)
     return acc
 

@@ -94,6 +94,16 @@ def prepare_compiler(cache_dir: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache_dir
 
 
+class _Compiling:
+    """Triton's driver in a process that compiles only: kernels ask it for their architecture (`tl.target_info`)."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
 def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel:
     """A few tenths of a second to several seconds.
 
@@ -103,10 +113,11 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
     import triton
     from triton.backends.compiler import GPUTarget
 
+    triton.runtime.driver.set_active(_Compiling(GPUTarget("cuda", int(architecture.removesuffix("a")), 32)))
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     where = f"kernel {variant.name} for sm_{architecture}"
-    target = GPUTarget("cuda", int(architecture.removesuffix("a")), 32)
+    target = triton.runtime.driver.active.get_current_target()
     if variant.is_fenced:
         variant = replace(variant, num_stages=fenced_stages(variant.num_stages, target.arch))
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.dflash2_files import make_dflash2_drafter
-from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+from tests.factories import LLAMA3, make_speculators_drafter, make_target, make_zlab_drafter
 from tests.gemma_targets import EVERYTHING, make_gemma
 
 VOCAB_SIZE: Final = 12
@@ -18,14 +18,6 @@ _DRAFT_LAYERS: Final[Mapping[str, Any]] = {"head_dim": 16, "intermediate_size": 
 _DRAFT: Final = {"block_size": BLOCK, **_TAPS, **_DRAFT_LAYERS}
 _HYBRID: Final = {"layer_types": [_LINEAR, _FULL]}
 _WINDOWS: Final = {"layer_types": [_SLIDING, _FULL]}
-_LLAMA3: Final = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 _ONE_GROUP: Final = {"n_group": 1, "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
 _GEMMA4: Final = EVERYTHING | _WINDOWS | {"num_kv_shared_layers": 0, "num_hidden_layers": 2}
 
@@ -43,7 +35,7 @@ _dflash2 = partial(make_dflash2_drafter, **_DRAFT)
 PAIRS: Final[dict[str, tuple[Callable[..., Path], Callable[..., Path]]]] = {
     "qwen3": (_dense, _windowed),
     "qwen3, deterministic": (_dense, _windowed),
-    "llama 3": (partial(_dense, family="llama", rope_parameters=_LLAMA3), _speculators),
+    "llama 3": (partial(_dense, family="llama", rope_parameters=LLAMA3), _speculators),
     "llama 4": (
         partial(
             _dense,

@@ -5,16 +5,10 @@ Those of Gemma and of hybrids stand in `test_gemma.py` and `test_hybrids.py`.
 
 from typing import Any, Final
 
+from tests.factories import LLAMA3
+
 _HALF_OF_32: Final = {"head_dim": 32, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
 _YARN: Final = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-_LLAMA3: Final = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 CORNERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
@@ -31,7 +25,7 @@ CORNERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     },
     "llama": {
         "one K/V head": {"num_key_value_heads": 1},
-        "Llama 3's scaling, sharded": {"rope_parameters": _LLAMA3, "max_shard_size": "60KB"},
+        "Llama 3's scaling, sharded": {"rope_parameters": LLAMA3, "max_shard_size": "60KB"},
         "linear scaling, six heads": {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
             "hidden_size": 96,

@@ -13,20 +13,12 @@ from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from tests.engines import Decoding, decode, make_executor
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import LLAMA3, make_target, make_zlab_drafter
 
 PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
 NUM_NEW = 48
 SMALL_VOCAB = 12  # small, so that even a random drafter is accepted now and then
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 TARGETS = {

@@ -50,6 +50,20 @@ def test_a_stream_that_waits_for_no_event_does_not_see_another_ones_work() -> No
     assert found == [0, 2]
 
 
+def test_a_pinned_block_is_given_to_nobody_else_while_a_copy_is_on_its_way(new_problems) -> None:
+    """As PyTorch's own copies see to; its allocator waits for an event."""
+    found, addresses, side = [], set(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for value in range(4):
+            pinned = torch.full((8,), value).pin_memory()
+            addresses.add(pinned.data_ptr())
+            found.append(pinned.to("cuda", non_blocking=True))
+            del pinned
+    side.synchronize()
+    assert [int(x[0]) for x in found] == [0, 1, 2, 3] and len(addresses) == 4
+    assert not new_problems()
+
+
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
