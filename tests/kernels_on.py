@@ -28,7 +28,6 @@ def _chosen() -> tuple[str, frozenset[str]]:
 
 KERNELS_ON, _CHOSEN_OPTIONS = _chosen()
 ARCHITECTURE: Final = next((int(option[2:]) for option in sorted(_CHOSEN_OPTIONS) if option.startswith("sm")), 90)
-FINDS_RACES: Final = "races" in _CHOSEN_OPTIONS
 DEVICE: Final = torch.device("cuda" if KERNELS_ON == "gpu" else "cpu")
 
 _Value = TypeVar("_Value")
@@ -53,4 +52,5 @@ def set_up_kernels() -> None:
     elif KERNELS_ON == "ptx":
         from software_gpu.triton_driver import install
 
-        install(architecture=ARCHITECTURE, is_late="early" not in _CHOSEN_OPTIONS, finds_races=FINDS_RACES)
+        options = {"is_late": "early" not in _CHOSEN_OPTIONS, "finds_races": "races" in _CHOSEN_OPTIONS}
+        install(architecture=ARCHITECTURE, **options)
