@@ -1,5 +1,6 @@
 """A stack of pre-norm residual layers, described by data. Knows nothing of drafts, sampling or where state lives."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
@@ -108,13 +109,13 @@ def run_target(
     token_ids: T,
     rows: Rows[T],
     caches: Sequence[LayerCache[T]],
-) -> list[T]:
-    """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
+) -> Iterator[T]:
+    """Outputs [T, H] of one layer after the other, for all tokens of the step, causally over their pages."""
     hidden = ops.embedding(weights.embedding, token_ids, weights.embedding_scale)
     table, parts = weights.per_layer_embedding, None
     if table is not None:
         parts = embedded_per_layer(ops, spec, table, token_ids, hidden)
-    return list(run_layers(ops, spec, weights.layers, hidden, rows, caches, parts))
+    return run_layers(ops, spec, weights.layers, hidden, rows, caches, parts)
 
 
 def run_layers(
@@ -140,6 +141,12 @@ def run_layers(
         if layer.output_scale is not None:
             hidden = ops.mul(hidden, layer.output_scale)
         yield hidden
+
+
+def last_of(outputs: Iterator[T]) -> T:
+    """The last layer's output; no other is kept."""
+    [output] = deque(outputs, maxlen=1)
+    return output
 
 
 def _normed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:

@@ -11,7 +11,7 @@ from typing import Generic, Protocol
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetWeights, bind_target, logits_of, run_target
+from dflash_trt.network.decoder import TargetWeights, bind_target, last_of, logits_of, run_target
 from dflash_trt.network.drafters.base import Drafter, bind_drafter
 from dflash_trt.network.ops import Acceptance, Ops, Rows, StepInputs, T
 from dflash_trt.network.proposal import Proposal
@@ -81,23 +81,29 @@ def run_step(
     `reader` is shown the logits of steps that give more log probabilities than those of the emitted tokens.
     """
     target = run_layers(ops, network, inputs, state)
-    acceptance = _accept(ops, network, inputs, target.outputs[-1], reader)
+    acceptance = _accept(ops, network, inputs, target.hidden, reader)
     return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetRun(Generic[T]):
-    """What the target's layers leave for the rest of a step: their `outputs` [N, H] and the rows that they ran over."""
+    """What the target's layers leave for the rest of a step, and no more, as outputs of long prompts are large."""
 
-    outputs: Sequence[T]
-    rows: Rows[T]
+    hidden: T  # [N, H], of the last layer
+    taps: Sequence[T]  # [N, H], of the layers that the drafter observes
+    rows: Rows[T]  # that they ran over
 
 
 def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:
     """The first part of a step."""
     rows = ops.token_rows()
+    tap_ids = [] if network.drafter is None else network.drafter.tap_layer_ids
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
-    return TargetRun(outputs=outputs, rows=rows)
+    tapped: dict[int, T] = {}
+    for layer_id, hidden in enumerate(outputs):
+        if layer_id in tap_ids:
+            tapped[layer_id] = hidden
+    return TargetRun(hidden=hidden, taps=[tapped[layer_id] for layer_id in tap_ids], rows=rows)
 
 
 def _accept(
@@ -137,8 +143,7 @@ def run_drafter(
     drafter = network.drafter
     if drafter is None:
         return StepOutputs(acceptance=acceptance, proposal=None)
-    taps = [target.outputs[i] for i in drafter.tap_layer_ids]
-    drafter.observe(ops, inputs.token_ids, taps, target.rows, acceptance, state)
+    drafter.observe(ops, inputs.token_ids, target.taps, target.rows, acceptance, state)
     proposal = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
     return StepOutputs(acceptance=acceptance, proposal=proposal)
 
@@ -146,5 +151,5 @@ def run_drafter(
 def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> T:
     """The target's logits [N, V] after every token of a step, without sampling or drafts: for measuring."""
     weights = network.target_weights
-    hidden = run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv)[-1]
-    return logits_of(ops, weights, network.target, hidden)
+    outputs = run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv)
+    return logits_of(ops, weights, network.target, last_of(outputs))

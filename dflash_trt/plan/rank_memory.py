@@ -11,6 +11,7 @@ from typing import Final
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.logit_rules import rules_bytes
+from dflash_trt.core.logprobs import LOGPROBS_ROWS
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
@@ -25,7 +26,6 @@ from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 # What a process takes for CUDA's context, loaded kernels and cuBLAS before any weight: an assumption, not measured.
 CONTEXT_BYTES: Final = 1 << 30
 _LARGEST_ATTENTION_TILE: Final = 128
-_LAYER_TENSORS: Final = 3  # of [T, H] that a layer leaves until the step's end: two sums, one of which the drafter taps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,9 @@ def rank_memory(
         weights_bytes=weights_bytes,
         buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last) + (0 if has_pages_last else _rules_bytes(steps)),
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
-        activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps), has_nodes=has_pages_last),
+        activations_bytes=activations_bytes(
+            config, steps, num_tokens=_max_tokens(steps), has_rules=not has_pages_last, has_nodes=has_pages_last
+        ),
         graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
 
@@ -123,52 +125,73 @@ def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multipr
 
 
 def activations_bytes(
-    config: PretrainedConfig, limits: ExecutorLimits, *, num_tokens: int, has_nodes: bool = False
+    config: PretrainedConfig,
+    limits: ExecutorLimits,
+    *,
+    num_tokens: int,
+    has_rules: bool = False,
+    has_nodes: bool = False,
 ) -> int:
-    """The most that a step of so many tokens holds at once, its logits included. `has_nodes`: of a TensorRT engine.
+    """The most that a step of so many tokens holds at once, its logits included.
 
-    The step keeps three tensors of every layer, since any layer may be tapped; to them comes the largest of a layer's
-    own tensors, the target's logits, the drafter's fusion, and its block with its logits.
+    The step keeps the outputs that the drafter taps; to them comes the largest of a layer, the target's logits, the
+    drafter's fusion, and its block with its logits. `has_rules`: the logits' float32 scores under rules, and log
+    probabilities that are read, besides. `has_nodes`: of a TensorRT engine.
     """
     target, draft, mapping = config.target, config.draft, config.mapping
-    rows = _max_rows(limits)
-    kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
-    features = (layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
-    layer = num_tokens * max(features)
-    logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
-    phases = [layer, logits]
+    rows, num_bytes = _max_rows(limits), num_bytes_of(config.dtype)
+    kept = target.hidden_size * (0 if draft is None else len(draft.target_layer_ids))
+    if target.per_layer_embedding is not None:
+        kept += target.num_layers * target.per_layer_embedding.size
+    layer = max(layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
+    columns = _logit_columns(target.vocab_size, mapping.tp_size)
+    logits = num_tokens * 2 * target.hidden_size + rows * (2 * target.hidden_size + columns)
+    scores_bytes = _scores_bytes(config, rows, num_tokens) if has_rules else 0
+    phases = [num_tokens * layer * num_bytes, logits * num_bytes + scores_bytes]
     if draft is not None:
         kv_size = sum(gqa.shard(mapping).kv_size for gqa in draft.attentions)
         fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
-        phases.append(num_tokens * (fused + 2 * kv_size))
-        block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
-        of_layer = max(layer_features(layer, draft.hidden_size, config, rows) for layer in draft.layers)
+        phases.append(num_tokens * (2 * target.hidden_size + fused + 2 * kv_size) * num_bytes)
+        of_layer = max(layer_features(x, draft.hidden_size, config, rows) for x in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
-        phases.append(rows * (block + max(of_layer, 2 * draft.hidden_size + columns)))
-    return (kept + max(phases)) * num_bytes_of(config.dtype)
+        block = max(of_layer, 4 * draft.hidden_size + columns)
+        phases.append((num_tokens * 2 * target.hidden_size + rows * block) * num_bytes)
+    return num_tokens * kept * num_bytes + max(phases)
+
+
+def _scores_bytes(config: PretrainedConfig, num_rows: int, num_tokens: int) -> int:
+    """Of scores, or of log probabilities while they are read: float32 twice, as keys to sort, and a prompt's logits."""
+    read = min(LOGPROBS_ROWS, num_tokens) * (16 + 2 * num_bytes_of(config.dtype))
+    return config.target.vocab_size * max(read, num_rows * num_bytes_of("float32"))
 
 
 def layer_features(
     layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int = 1, *, has_nodes: bool = False
 ) -> int:
-    """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
+    """Elements that a layer holds at once per token, in attention or in its feed-forward, its input included."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
+    mixed = 3 * hidden_size  # input, normed, result
     if isinstance(mixer, Gqa):
-        attention = 2 * hidden_size + 2 * mixer.q_rows + 2 * mixer.kv_size
+        mixed += 2 * mixer.q_rows + 2 * mixer.kv_size
     elif isinstance(mixer, Mla):
-        latents = 2 * (mixer.latent_dim + mixer.rope_dim)
-        attention = 2 * hidden_size + 2 * mixer.q_size + latents + mixer.attended_size
+        latents = mixer.latent_dim + mixer.rope_dim
+        mixed += mixer.q_size + latents + mixer.attended_size
         if num_tokens >= MIN_DIRECT_ROWS:
-            attention += latents // 2 + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
-            attention += mixer.attended_size if has_nodes else 0  # a node's second output
+            mixed += latents + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
+            mixed += mixer.attended_size if has_nodes else 0  # a node's second output
     else:
-        attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
+        wide = num_bytes_of("float32") // num_bytes_of(config.dtype)
+        mixed += 2 * mixer.num_channels + (2 + wide) * mixer.v_size
+    fed = (5 + layer.has_post_norms) * hidden_size  # input, attention's result, their sum, normed, result
     if isinstance(forward, Moe):
         of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
-        fed = 3 * hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert
+        of_shared = 3 * (forward.shared_size or 0) // mapping.tp_size
+        fed += forward.num_experts + max(forward.num_experts_per_token * of_expert, of_shared)
+        fed += hidden_size if forward.shared_size else 0
+        fed += 2 * hidden_size if forward.has_own_norms else 0
     else:
-        fed = 2 * hidden_size + 3 * (forward.intermediate_size // mapping.tp_size)
-    return max(attention, fed)
+        fed += 3 * (forward.intermediate_size // mapping.tp_size)
+    return max(mixed, fed)
 
 
 def _latent_shape(mla: Mla) -> LatentShape:

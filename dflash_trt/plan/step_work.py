@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from dflash_trt.core.dtype import num_bytes_of
-from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.attention_work import Mixing, mixings_of
 from dflash_trt.plan.computed_rows import ComputedRows
-from dflash_trt.plan.rank_memory import layer_features
 
 # Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
 # a chain so far, its last slots, the drafts.
@@ -101,7 +103,7 @@ class EngineWork:
         if self._draft is not None:
             self._mixings += mixings_of(self._draft, states.draft, config.mapping)
         self._features = [
-            sum(layer_features(layer, decoder.hidden_size, config) for layer in decoder.layers)
+            sum(_moved_features(layer, decoder.hidden_size, config.mapping) for layer in decoder.layers)
             for decoder in self._decoders()
         ]
 
@@ -235,3 +237,21 @@ def _bytes_by_weight(config: PretrainedConfig, table: dict[str, WeightSpec]) -> 
     for name, header in tensor_headers(config).items():
         sizes[name if name in sizes else name.rpartition(".")[0]] += header.num_bytes
     return sizes
+
+
+def _moved_features(layer: LayerSpec, hidden_size: int, mapping: Mapping) -> int:
+    """Elements per token that a layer writes and reads once: those of attention or of its feed-forward, if more."""
+    mixer, forward = layer.shard(mapping).mixer, layer.feed_forward
+    mixed = fed = 2 * hidden_size
+    if isinstance(mixer, Gqa):
+        mixed += 2 * mixer.q_rows + 2 * mixer.kv_size
+    elif isinstance(mixer, Mla):
+        mixed += 2 * mixer.q_size + 2 * (mixer.latent_dim + mixer.rope_dim) + mixer.attended_size
+    else:
+        mixed += 2 * (mixer.num_channels + mixer.v_size)
+    if isinstance(forward, Moe):
+        of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
+        fed += hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert
+    else:
+        fed += 3 * (forward.intermediate_size // mapping.tp_size)
+    return max(mixed, fed)

@@ -85,7 +85,7 @@ def our_outputs(executor: TorchExecutor) -> list[torch.Tensor]:
     inputs = step_inputs(sequence_batch(TOKENS, page_size=PAGE_SIZE))
     ops, network = executor._ops(inputs, num_draft_tokens=0), executor.network
     weights, state = network.target_weights, executor._state
-    return run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv)
+    return list(run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv))
 
 
 def test_the_outputs_of_all_layers_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:

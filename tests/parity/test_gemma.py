@@ -165,7 +165,7 @@ def taps_of(executor: TorchExecutor, prompt: list[int]) -> list[torch.Tensor]:
     inputs = step_inputs(sequence_batch(prompt, page_size=PAGE_SIZE))
     ops, network = executor._ops(inputs, num_draft_tokens=0), executor.network
     weights, caches = network.target_weights, executor._state.target_kv
-    return run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), caches)
+    return list(run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), caches))
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -109,7 +109,7 @@ def test_they_equal_those_of_transformers(pair, model, overlaps, num_draft_token
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "chained"])
 def test_chunks_of_prompts_and_logits_in_parts_change_nothing(pair, model, overlaps, monkeypatch):
-    monkeypatch.setattr(torch_logprobs, "MAX_ROWS", 3)
+    monkeypatch.setattr(torch_logprobs, "LOGPROBS_ROWS", 3)
     outputs = run(make_executor(*pair), make_requests(), overlaps=overlaps, max_prefill_tokens=5)
     assert worst_of(model, outputs) <= TOLERANCE
 

@@ -1,5 +1,6 @@
 """Memory that a plan counts for a step, against what the GPU's executor allocates and holds. No GPU is needed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.cuda.step_launches import LogitUse
 from dflash_trt.backends.padding import StepShape
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.mapping import Mapping
@@ -67,7 +69,7 @@ def described(executor: TorchGpuExecutor) -> tuple[PretrainedConfig, EngineLimit
     return config, EngineLimits(**{name: getattr(limits, name) for name in names})
 
 
-def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int) -> int:
+def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int, *, has_rules: bool = False) -> int:
     """Without running our kernels, which allocate nothing."""
     limits = executor.limits
     shape = StepShape(
@@ -83,9 +85,11 @@ def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int) -> int:
         if kernel.fn.__name__ == "draft_block_kernel":  # its tokens are looked up
             args[kernel.arg_names.index("token_ids")].zero_()
 
+    executor._rules.tensors  # noqa: B018  (made at first use, and counted with the buffers)
+    use = LogitUse(make_rules=partial(executor._step_rules, shape) if has_rules else None)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, LiveMemory() as live:
         patch.setattr(InterpretedFunction, "run", run)
-        executor._run(shape)
+        executor._run(shape, use)
     return live.peak_bytes
 
 
@@ -98,6 +102,8 @@ CASES: dict[str, tuple[Family, dict[str, Any], str | None]] = {
     "experts": ("qwen3_moe", {}, None),
     "experts with biases": ("gpt_oss", {}, None),
     "latents": ("deepseek_v3", {**ONE_GROUP, "num_attention_heads": 16, "num_key_value_heads": 16}, None),
+    "gated delta nets": ("qwen3_5_text", {"linear_num_value_heads": 32, "intermediate_size": 32}, None),
+    "shared experts": ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 512}, None),
 }
 
 
@@ -112,7 +118,19 @@ def test_activations_bound_what_a_step_holds(tmp_path: Path, case: str) -> None:
         steps = rank_memory.executor_limits(config, limits)
         planned = rank_memory.activations_bytes(config, steps, num_tokens=num_tokens)
         held = peak_of_a_step(executor, num_tokens)
-        assert held <= planned <= 1.5 * held  # measured: 1.01 to 1.35
+        assert held <= planned <= (1.1 if weight_format is None else 1.4) * held  # measured: 1.00 to 1.09, and 1.35
+
+
+def test_scores_under_rules_are_counted(tmp_path: Path) -> None:
+    """Float32 of every row of logits, beside a step of bfloat16 as of float32."""
+    _, executor = make_executors(make_pair(tmp_path, "qwen3", vocab_size=40000), torch.device("cpu"))
+    config, limits = described(executor)
+    steps = rank_memory.executor_limits(config, limits)
+    without, planned = (
+        rank_memory.activations_bytes(config, steps, num_tokens=12, has_rules=has_rules) for has_rules in (False, True)
+    )
+    held = peak_of_a_step(executor, 12, has_rules=True)
+    assert without < held <= planned
 
 
 def test_a_tensorrt_engine_has_the_results_of_prompts_attended_directly_besides(tmp_path: Path) -> None:
@@ -131,7 +149,7 @@ def test_a_tensorrt_engine_has_the_results_of_prompts_attended_directly_besides(
         rank_memory.rank_memory(config, limits, weights_bytes=0, multiprocessors=1, has_pages_last=is_last)
         for is_last in (False, True)
     ]
-    assert planned[1].activations_bytes > planned[0].activations_bytes
+    assert planned[1].graph_pool_bytes > planned[0].graph_pool_bytes
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("deepseek_v3", ONE_GROUP)])

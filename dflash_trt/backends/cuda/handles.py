@@ -49,26 +49,32 @@ class RankSum:
         return one_shot_sum(self.x, self.peers)
 
 
-@dataclass(slots=True)
 class Sum:
-    """a + b, computed by the norm that follows or by whoever needs it first."""
+    """a + b, computed by the norm that follows or by whoever needs it first; from then on the total alone is kept."""
 
-    a: Tensor
-    b: Tensor | RankSum
-    total: Tensor | None = field(default=None)
+    def __init__(self, a: Tensor, b: Tensor | RankSum) -> None:
+        self.shape = a.shape
+        self.total: Tensor | None = None
+        self._parts: tuple[Tensor, Tensor | RankSum] | None = (a, b)
 
     def value(self) -> Tensor:
         if self.total is None:
-            self.total = self.a + tensor_of(self.b)
+            a, b = self._taken()
+            self.total = a + tensor_of(b)
         return self.total
 
     def add_and_norm(self, weight: Tensor, eps: float, codes: RowCodes | None) -> Tensor:
-        if isinstance(self.b, RankSum):
-            b = self.b
-            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, codes=codes)
+        a, b = self._taken()
+        if isinstance(b, RankSum):
+            self.total, normed = one_shot_add_rms_norm(b.x, a, weight, eps, b.peers, codes=codes)
         else:
-            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, codes=codes)
+            self.total, normed = add_rms_norm(a, b, weight, eps, codes=codes)
         return normed
+
+    def _taken(self) -> tuple[Tensor, Tensor | RankSum]:
+        assert self._parts is not None
+        parts, self._parts = self._parts, None
+        return parts
 
 
 @dataclass(slots=True)
@@ -86,8 +92,7 @@ class Norm:
         return self.normed
 
     def codes(self, form: int, scale: Tensor) -> RowCodes:
-        rows = self.source.a if isinstance(self.source, Sum) else self.source
-        codes = RowCodes.allocate(form, scale, *rows.shape)
+        codes = RowCodes.allocate(form, scale, *self.source.shape)
         self._run(codes)
         return codes
 

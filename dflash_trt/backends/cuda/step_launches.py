@@ -73,7 +73,7 @@ class StepLaunches:
         inputs = self._memory.assemble()
         self._ops = self._memory.make_ops(inputs)
         self._target = run_layers(self._ops, self._network, inputs, self._state)
-        self._logits = tensor_of(logits_at(self._ops, self._network, self._target.outputs[-1], inputs.logit_rows))
+        self._logits = tensor_of(logits_at(self._ops, self._network, self._target.hidden, inputs.logit_rows))
 
     def sample(self, use: LogitUse | None = None) -> None:
         use, inputs = use or LogitUse(), self._memory.inputs()
@@ -81,7 +81,7 @@ class StepLaunches:
         rules = None if use.make_rules is None else use.make_rules(inputs)
         ops = self._memory.make_ops(inputs, rules=rules, masks=use.masks)
         if use.reader is not None:
-            hidden = None if self._target is None else self._target.outputs[-1]
+            hidden = None if self._target is None else self._target.hidden
             read_logits(ops, self._network, use.reader, self._logits, hidden)
         self._acceptance = ops.sample_and_accept(self._logits)
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables, run_layers
+from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, last_of, rope_tables, run_layers
 from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
@@ -65,8 +65,8 @@ class DFlashDrafter(Generic[T]):
         need it. It is left out of sampled drafts, too, which costs acceptance and changes no distribution.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = self.embedded(ops, blocks)
-        *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, state.draft_kv)
+        outputs = run_layers(ops, self.spec, self.layers, self.embedded(ops, blocks), blocks.rows, state.draft_kv)
+        hidden = last_of(outputs)
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
         logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
         if self.spec.logit_softcap is not None:
