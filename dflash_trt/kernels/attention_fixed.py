@@ -18,6 +18,8 @@ from dflash_trt.kernels.attention_tiles import fixed_tiles
 NUM_SPLITS: Final = 8  # of the longest context; a multiple of them fills a GPU even with one request
 MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
 MIN_PIECE_ROWS: Final = 512  # enough work for a GPU in each launch
+# Tiles of a launch, each with an item for itself and for all of its splits: a grid has at most 65,535 programs along y.
+_MAX_TILES: Final = 65_535 // (1 + NUM_SPLITS + 2)
 _GRAIN: Final = 128  # keys: a multiple of what a program reads at once, in every dtype
 
 
@@ -41,11 +43,11 @@ class FixedSplits:
 
     @classmethod
     def of(cls, *, max_requests: int, max_rows: int, max_keys: int) -> "FixedSplits":
-        """`max_rows` is that of verify blocks, which are one piece."""
+        """`max_rows` is that of verify blocks, which are one piece unless there are too many for a launch."""
         length = max(MIN_SPLIT_LENGTH, -(-max_keys // NUM_SPLITS))
         return cls(
             split_length=-(-length // _GRAIN) * _GRAIN,
-            piece_rows=max(MIN_PIECE_ROWS, max_rows),
+            piece_rows=max(MIN_PIECE_ROWS, min(max_rows, _MAX_TILES - max_requests)),
             num_requests=max_requests,
             num_keys=max_keys,
         )

@@ -22,6 +22,9 @@ from dflash_trt.formats.registry import weight_format, weight_formats
 from dflash_trt.kernels import attention_fixed, attention_launch, launch_rules, norm_launch, packed_linear_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.attention_launch import AttentionOptions
+from dflash_trt.kernels.attention_plan import Partition, with_fixed_splits
+from dflash_trt.kernels.attention_tiles import fixed_tile
+from dflash_trt.kernels.capacity import MAX_REQUESTS, request_capacity
 from dflash_trt.kernels.row_codes import FP8, NVFP4
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
@@ -264,6 +267,27 @@ def test_attention_in_pieces_is_that_of_the_whole_step(step: Step, monkeypatch: 
     assert torch.equal(found, attend(step, tensors, whole))
     want = reference_attention.attend_pages(tensors.q, tensors.pages, tensors.requests, step.options)
     assert float((found.float() - want.float()).abs().max()) <= (3e-6 if step.dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 8, 64])
+@pytest.mark.parametrize("num_requests", [1, 64, 2048, MAX_REQUESTS])
+def test_every_piece_is_a_grid_of_cuda(num_requests: int, heads_per_kv: int) -> None:
+    """65,535 programs along y at most, with 16 rows a request and any number of keys."""
+    for num_keys in (300, 32_768, 131_072 + 96):
+        splits = FixedSplits.of(max_requests=num_requests, max_rows=16 * num_requests, max_keys=num_keys)
+        part = Partition(
+            num_rows=splits.piece_rows,
+            num_requests=num_requests,
+            request_capacity=request_capacity(num_requests),
+            has_block=False,
+            tile=fixed_tile(heads_per_kv),
+            heads_per_kv=heads_per_kv,
+            key_block=64,
+            max_lag=num_keys,
+            window_step=1,
+            num_slots=0,
+        )
+        assert with_fixed_splits(part, splits.split_length, num_keys=num_keys).num_items < 65_536
 
 
 def test_splits_and_pieces_are_sizes_of_the_engine() -> None:
