@@ -125,6 +125,7 @@ def test_a_directory_that_is_no_engine_is_never_replaced(config_file, tmp_path, 
     output = tmp_path / "home"
     output.mkdir()
     (output / "thesis.tex").write_text("years of work")
+    (output / "config.json").write_text('{"version": 3, "backend": "torch"}')  # of another program
     result = invoke("build", config_file, "-o", output, *flags)
     assert result.exit_code == 1
     assert "not an engine" in result.stderr

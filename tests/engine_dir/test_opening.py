@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.engine_dir import opening as opening_module
-from tests.engine_dir.building import COMMAND
+from tests.engine_dir.building import COMMAND, build
 from tests.factories import edit_json, read_json, write_json
 
 
@@ -36,7 +36,51 @@ def test_the_command_that_mends_a_directory_is_said_once_for_where_it_is_now(bui
         EngineDir.open(moved)
     *missing, remedy = str(caught.value).splitlines()[1:]
     assert len(missing) > 1 and {line.split(": ")[1] for line in missing} == {"expected a file, found none."}
-    assert remedy.endswith(f"dflash-trt build pair.yaml -o {moved} --overwrite")
+    assert remedy == f"Build it again: dflash-trt build pair.yaml -o {moved} --overwrite"
+
+
+def test_the_command_that_mends_a_directory_is_the_one_that_made_it_and_where_it_ran(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(engine / "tokenizer")
+    command = ["dflash-trt", "build", "pair.yaml", "--overwrite", "--output", "engine"]
+    edit_json(engine / "provenance.json", command=command, working_dir=str(tmp_path))
+    _assert_refused(engine, f"Build it again in {tmp_path}: {' '.join(command)}")
+    monkeypatch.chdir(tmp_path)
+    _assert_refused(engine, f"Build it again: {' '.join(command)}")
+    moved = engine.rename(tmp_path / "moved")
+    _assert_refused(moved, f"Build it again: {' '.join(command[:-1])} {moved}")
+    edit_json(moved / "provenance.json", command=3)
+    _assert_refused(moved, f"Build it again: dflash-trt build CONFIG.yaml -o {moved} --overwrite")
+
+
+def test_the_bytes_that_readers_report_are_counted_up_to_the_size_of_the_weights(built: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    engine = EngineDir.open(built).reporting(lambda *counts: seen.append(counts))
+    num_bytes = (built / "rank0.safetensors").stat().st_size
+    for num_more in (10, 20, num_bytes):
+        engine.on_read(num_more)
+    assert seen == [(count, num_bytes) for count in (0, 10, 30, num_bytes)]
+
+
+def test_a_copy_of_an_engine_may_have_a_drafter_that_sees_less(built: Path, checkpoints: Path, tmp_path: Path) -> None:
+    engine = EngineDir.open(built)
+    assert engine.with_draft_window(None) is engine
+    narrowed = engine.with_draft_window(7).manifest.draft
+    assert narrowed is not None and engine.manifest.draft is not None
+    assert [layer.mixer.mask.window for layer in narrowed.layers] == [7, 7]
+    assert [layer.mixer.mask.window for layer in engine.manifest.draft.layers] == [None, None]
+    alone = build(checkpoints, tmp_path / "alone")
+    assert alone.with_draft_window(7) is alone
+
+
+def test_the_weights_of_every_rank_are_looked_at(checkpoints: Path, tmp_path: Path) -> None:
+    engine = build(checkpoints, tmp_path / "engine", tp_size=2).path
+    tensors = load_file(engine / "rank1.safetensors")
+    del tensors["target.norm"]
+    save_file(tensors, engine / "rank1.safetensors")
+    _relist(engine, "rank1.safetensors")
+    _assert_refused(engine, "rank1.safetensors tensor 'target.norm': expected F32 [64], found no such tensor")
 
 
 def test_an_engine_from_before_chat_templates_had_options_opens_without_any(engine: Path) -> None:
@@ -157,8 +201,10 @@ def test_large_files_are_hashed_only_when_asked(engine: Path, monkeypatch: pytes
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    _assert_refused(engine, "rank0.safetensors: expected sha256")
-    monkeypatch.setattr(opening_module, "MAX_ALWAYS_HASHED_BYTES", 100_000)
+    for limit in (2**28, len(content) + 1):
+        monkeypatch.setattr(opening_module, "MAX_ALWAYS_HASHED_BYTES", limit)
+        _assert_refused(engine, "rank0.safetensors: expected sha256")
+    monkeypatch.setattr(opening_module, "MAX_ALWAYS_HASHED_BYTES", len(content))
     EngineDir.open(engine)
     with pytest.raises(EngineDirError, match=r"rank0\.safetensors: expected sha256"):
         EngineDir.open(engine, verify_hashes=True)

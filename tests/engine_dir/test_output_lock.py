@@ -1,7 +1,9 @@
 """Two builds of one path: one wins, one is told. What killed builds leave is nobody's, and goes."""
 
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -116,8 +118,51 @@ def test_an_engine_that_came_during_the_build_is_not_replaced(engine: Path, chec
     EngineDir.open(output)
 
 
+def test_what_killed_builds_left_is_removed_and_nothing_that_only_looks_like_it(engine: Path) -> None:
+    beside = engine.parent
+    left = [beside / f".engine.{name}" for name in ("old-0123abcd", "tmp-00000000", "tmp-ffffffff")]
+    kept = [beside / f".engine.{name}" for name in ("tmp-000000000", "tmp-0000000", "tmp-mine", "new-00000000")]
+    for path in (*left, *kept):
+        path.mkdir()
+    file, link = beside / ".engine.tmp-11111111", beside / ".engine.tmp-22222222"
+    file.write_text("mine")
+    link.symlink_to("engine")
+    messages: list[str] = []
+    with reserve_output(engine, overwrite=True, warn=messages.append):
+        assert messages == [f"removed {path}, left by a killed build" for path in left]
+    assert set(beside.iterdir()) == {engine, file, link, *kept}
+    EngineDir.open(engine)
+
+
+def test_a_lock_that_the_build_before_has_just_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, flock = tmp_path / ".engine.lock", fcntl.flock
+    ends = iter([lock])
+
+    def flock_late(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        for path in ends:
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    with reserve_output(tmp_path / "engine"):
+        assert lock.exists()
+    assert not lock.exists()
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".engine.lock").symlink_to("mine")
+    (tmp_path / "mine").write_text("my thesis")
+    with pytest.raises(BuildError, match="expected a path that can be written"), reserve_output(tmp_path / "engine"):
+        pass
+    assert (tmp_path / "mine").read_text() == "my thesis"
+
+
 def test_a_lock_file_that_nobody_holds_stops_nobody(checkpoints: Path, tmp_path: Path) -> None:
-    (tmp_path / ".engine.lock").write_text("process 1 on elsewhere")
+    (tmp_path / ".engine.lock").write_text(f"process 1 on {'elsewhere' * 20}")
+    with reserve_output(tmp_path / "engine"):
+        assert (tmp_path / ".engine.lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     build(checkpoints, tmp_path / "engine")
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dflash_trt.core.chat_template_options import RESERVED_NAMES
 from dflash_trt.core.errors import RequestError
-from dflash_trt.engine_dir.template_renderer import TemplateRenderer
+from dflash_trt.engine_dir.template_renderer import TemplateError, TemplateRenderer, _request, max_conversation_bytes
 from dflash_trt.serving.text import TextCodec
 from tests.serving.engines import until
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
@@ -126,6 +126,35 @@ def test_what_breaks_a_limit_is_refused_by_name(template: str, said: str) -> Non
 
 def test_text_that_is_just_short_enough_is_taken() -> None:
     assert PATIENT.render("{{ 'é' * 500 }}", HELLO, {}, max_bytes=1000) == "é" * 500
+
+
+def test_a_conversation_may_have_eight_bytes_for_each_of_its_text_and_a_mebibyte_at_least() -> None:
+    assert [max_conversation_bytes(length) for length in (None, 1, 2**17, 2**17 + 1)] == [None, 2**20, 2**20, 2**20 + 8]
+
+    def conversation(num_bytes: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "a" * num_bytes}]
+
+    fixed = len(_request("x", conversation(0), {}, 1))
+    assert PATIENT.render("x", conversation(2**20 - fixed), {}, max_bytes=1) == "x"
+    with pytest.raises(RequestError, match="at most 1048576 bytes of messages as JSON, found 1048577"):
+        PATIENT.render("x", conversation(2**20 - fixed + 1), {}, max_bytes=1)
+    assert PATIENT.render("x", conversation(2**21), {}) == "x"
+
+
+def test_variables_replace_neither_the_messages_nor_the_prompt_of_the_answer() -> None:
+    template = "{{ messages[0].role }} {{ add_generation_prompt }} {{ tools }} {{ documents }}"
+    given = {"messages": [{"role": "other"}], "add_generation_prompt": False}
+    assert PATIENT.render(template, HELLO, given) == "user True None None"
+    for name in ("tools", "documents"):
+        assert "{'a': 1}" in PATIENT.render(template, HELLO, {name: [{"a": 1}]})
+        with pytest.raises(RequestError, match=f"TypeError: {name} should be a list of objects"):
+            PATIENT.render(template, HELLO, {name: [{"a": 1}, "b"]})
+
+
+def test_what_an_error_says_is_cut() -> None:
+    with pytest.raises(TemplateError) as error:
+        PATIENT.render("{{ raise_exception('a' * 5000) }}", HELLO, {})
+    assert error.value.found == "TemplateError: " + "a" * (1000 - len("TemplateError: "))
 
 
 @pytest.mark.parametrize(("messages", "options"), [([{"role": b"x"}], {}), (HELLO, {"x": {1, 2}})])

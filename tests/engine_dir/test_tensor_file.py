@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, safe_open
 
 from dflash_trt.engine_dir import TensorHeader
-from dflash_trt.engine_dir.tensor_file import read_tensor_headers, tensor_file_num_bytes, write_tensor_file
+from dflash_trt.engine_dir.tensor_file import (
+    read_tensor_headers,
+    tensor_file_num_bytes,
+    tensor_offsets,
+    write_tensor_file,
+)
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
@@ -43,6 +48,9 @@ def test_safetensors_reads_back_what_the_streaming_writer_wrote(
     assert path.stat().st_size == tensor_file_num_bytes(headers)
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     assert read_tensor_headers(path) == headers
+    content = path.read_bytes()
+    for name, begin in tensor_offsets(headers).items():
+        assert content[begin : begin + headers[name].num_bytes] == _bytes(tensors[name]).tobytes()
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError
-from dflash_trt.engine_dir import EngineDir, reserve_output, write_engine_dir
+from dflash_trt.engine_dir import EngineDir, needed_bytes_for, reserve_output, write_engine_dir
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
 from tests.engine_dir.building import build
 
@@ -36,6 +37,27 @@ def test_integer_tensors_stay_int64_in_a_bfloat16_engine(checkpoints: Path, tmp_
 
 def test_a_target_without_a_tokenizer_gives_an_engine_without_one(checkpoints: Path, tmp_path: Path) -> None:
     assert build(checkpoints, tmp_path / "engine", target="untokenized").tokenizer_path is None
+
+
+def test_the_needed_space_is_that_of_all_files_of_all_ranks(checkpoints: Path, tmp_path: Path) -> None:
+    """With plans one rank's weights at a time stand beside them; config.json and the like have a MiB."""
+    engine = build(checkpoints, tmp_path / "engine", drafter="drafter", tp_size=2)
+    config, path = engine.manifest.pretrained_config, engine.path
+    (first, second), tokenizer = (sorted(path.glob("rank*")), {"a": b"12345", "b": b"67"})
+    weights_bytes = first.stat().st_size
+    assert second.stat().st_size == weights_bytes
+    assert needed_bytes_for(config, {}) == 2 * weights_bytes + 2**20
+    assert needed_bytes_for(config, tokenizer, has_plans=True, plugin_library=path / "config.json") == (
+        3 * weights_bytes + 7 + (path / "config.json").stat().st_size + 2**20
+    )
+
+
+def test_a_disk_with_just_enough_space_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 5))
+    for needed_bytes, wanted in ((5, pytest.raises(AssertionError, match="finish")), (6, pytest.raises(BuildError))):
+        with wanted, reserve_output(tmp_path / "engine") as output, write_engine_dir(output, needed_bytes=needed_bytes):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_build_leaves_nothing(checkpoints: Path, tmp_path: Path) -> None:
