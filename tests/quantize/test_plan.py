@@ -8,10 +8,11 @@ import pytest
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import build_config_from
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationConfig, QuantizationSpec
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.quantize.hardware import require_hardware
-from dflash_trt.quantize.plan import QuantizationPlan, make_plan
+from dflash_trt.quantize.plan import QuantizationPlan, make_plan, sharding_problems
 from tests.factories import make_speculators_drafter, make_target
 
 
@@ -24,9 +25,9 @@ def plan_of(specs: Any, *, stored: QuantizationSpec | None = None, **choices: An
     return make_plan(QuantizationConfig(**choices), specs.target, specs.draft, stored or QuantizationSpec())
 
 
-def refusal(specs: Any, **choices: Any) -> str:
+def refusal(specs: Any, *, stored: QuantizationSpec | None = None, **choices: Any) -> str:
     with pytest.raises(ConfigError) as raised:
-        plan_of(specs, **choices)
+        plan_of(specs, stored=stored, **choices)
     return str(raised.value)
 
 
@@ -44,7 +45,9 @@ def test_a_format_is_for_target_and_drafter_but_not_for_the_head(specs: Any) -> 
 
 def test_the_drafter_can_have_another_format(specs: Any) -> None:
     formats = plan_of(specs, target="fp8", drafter="nvfp4").formats
-    assert formats["target.layers.0.o"] == "fp8" and formats["draft.layers.0.o"] == "nvfp4"
+    for name, weight_format in formats.items():
+        assert weight_format == ("nvfp4" if name.startswith("draft.") else "fp8"), name
+    assert {name.rpartition(".")[0] for name in formats} >= {"target.layers.0", "draft", "draft.layers.0"}
 
 
 def test_the_last_override_that_matches_wins(specs: Any) -> None:
@@ -131,11 +134,92 @@ def test_draft_pages_follow_the_target_unless_told(specs: Any) -> None:
     both, one = plan_of(specs, kv_cache="fp8"), plan_of(specs, kv_cache="fp8", draft_kv_cache="none")
     assert (both.has_fp8_target_kv, both.has_fp8_draft_kv) == (True, True)
     assert (one.has_fp8_target_kv, one.has_fp8_draft_kv) == (True, False)
+    alone = make_plan(QuantizationConfig(kv_cache="fp8"), specs.target, None, QuantizationSpec())
+    assert (alone.has_fp8_target_kv, alone.has_fp8_draft_kv, alone.spec().draft_kv) == (True, False, None)
 
 
-def test_drafter_choices_without_a_drafter_are_refused(specs: Any) -> None:
+def test_draft_pages_have_the_scales_that_were_calibrated_and_need_a_calibration(specs: Any) -> None:
+    stored = QuantizationSpec(target_kv=(LayerKvScales(k=3.0, v=3.0),) * specs.target.num_layers)
+    plan = plan_of(specs, stored=stored, draft_kv_cache="fp8")
+    assert plan.needs_calibration
+    scales = tuple(LayerKvScales(k=0.5 + i, v=2.0 + i) for i in range(specs.draft.num_layers))
+    assert plan.spec(draft_kv=scales).draft_kv == scales
+    assert plan.spec().draft_kv == (LayerKvScales(),) * specs.draft.num_layers
+
+
+@pytest.mark.parametrize("choice", ["drafter", "draft_kv_cache", "draft_lm_head"])
+def test_drafter_choices_without_a_drafter_are_refused(specs: Any, choice: Any) -> None:
+    def plan(value: str) -> QuantizationPlan:
+        return make_plan(QuantizationConfig(**{choice: value}), specs.target, None, QuantizationSpec())
+
     with pytest.raises(ConfigError, match="no drafter choices"):
-        make_plan(QuantizationConfig(drafter="fp8"), specs.target, None, QuantizationSpec())
+        plan("fp8")
+    assert plan("none").formats == {}
+
+
+def test_a_copy_of_a_head_that_is_quantized_already_is_refused(specs: Any, tmp_path: Path) -> None:
+    stored = QuantizationSpec(linears={"target.lm_head": "fp8"})
+    message = refusal(specs, stored=stored, draft_lm_head="nvfp4")
+    assert "draft_lm_head: expected none, found nvfp4, but the target's head is fp8 already" in message
+    assert plan_of(specs, stored=stored).formats == {"target.lm_head": "fp8"}
+    drafter = make_speculators_drafter(tmp_path / "drafter", target_dir=make_target(tmp_path / "target"))
+    both = open_pair(tmp_path / "target", drafter)
+    heads = {"target.lm_head": "fp8", "draft.lm_head": "fp8"}
+    config = QuantizationConfig(draft_lm_head="fp8")
+    assert make_plan(config, both.target, both.draft, QuantizationSpec(linears=heads)).formats == heads
+
+
+def test_experts_that_are_stored_keep_their_format_beside_another_one_for_the_rest(tmp_path: Path) -> None:
+    moe = open_pair(make_target(tmp_path / "moe", family="qwen3_5_moe_text"), None)
+
+    def formats(stored: dict[str, str], **choices: Any) -> dict[str, str]:
+        return make_plan(QuantizationConfig(**choices), moe.target, None, QuantizationSpec(linears=stored)).formats
+
+    names = [name for name in formats({}, target="fp8") if ".experts." in name]
+    stored = dict.fromkeys(names, "nvfp4")
+    assert len(names) == 2 * moe.target.num_layers
+    mixed = formats(stored, target="fp8")
+    assert {mixed[name] for name in names} == {"nvfp4"} and mixed["target.layers.2.o"] == "fp8"
+    with pytest.raises(ConfigError, match="expected nvfp4, as the checkpoint holds it, found fp8"):
+        formats(stored, experts="fp8")
+    assert set(formats({}, experts="fp8")) == set(names)
+    kinds = (".router", ".ba", ".shared_gate")  # few rows, on which much depends
+    assert not any(name.endswith(kinds) for name in formats({}, target="fp8"))
+    named = formats({}, overrides={f"*{kind}": "fp8" for kind in kinds})
+    assert {f".{name.rpartition('.')[2]}" for name in named} == set(kinds)
+
+
+def test_ranks_split_no_block(specs: Any, tmp_path: Path) -> None:
+    """The drafter's 80 intermediate features are 5 blocks of 16."""
+
+    def refused(tp_size: int, *, of: Any = specs, **choices: Any) -> list[str]:
+        plan = make_plan(QuantizationConfig(drafter="none", **choices), of.target, of.draft, QuantizationSpec())
+        return sharding_problems(plan, Mapping(world_size=tp_size, tp_size=tp_size))
+
+    down = {"overrides": {"draft.layers.*.down": "nvfp4"}}
+    assert [len(refused(tp_size, **down)) for tp_size in (1, 2)] == [0, 2]
+    assert refused(2, **down)[0] == (
+        "draft.layers.0.down: expected input features per rank in blocks of 16 for nvfp4, found 40 with tp_size 2. "
+        "Choose a smaller tp_size, or add the override 'draft.layers.0.down: fp8'."
+    )
+    assert refused(2, target="nvfp4") == refused(2, target="fp8") == refused(1, target="fp8_block") == []
+    qkv, o, gate_up, _ = refused(2, overrides={"target.layers.0.*": "fp8_block"})
+    assert ("output features" in qkv, "input features" in o, "output features" in gate_up) == (True, True, True)
+    assert ["found 32" in qkv, "found 32" in o, "found 48" in gate_up] == [True] * 3
+    wide = make_target(tmp_path / "wide", num_attention_heads=16, num_key_value_heads=1)
+    assert refused(2, of=open_pair(wide, None), overrides={"*.qkv": "fp8_block"}) == [], "every rank has all of K and V"
+    moe = open_pair(make_target(tmp_path / "moe", family="qwen3_moe"), None)
+    first = refused(2, of=moe, experts="int4")[0]
+    assert first.startswith("target.layers.0.experts.down: ") and ", or set ep_size to 2, or add the override" in first
+
+
+def test_segments_share_a_scale_in_experts_and_where_the_format_says_so(tmp_path: Path) -> None:
+    moe = open_pair(make_target(tmp_path / "moe", family="qwen3_moe"), None)
+    for weight_format in ("fp8", "nvfp4"):
+        plan = make_plan(QuantizationConfig(target=weight_format), moe.target, None, QuantizationSpec())
+        shares = {linear.name: linear.shares_weight_scale for linear in plan.linears if linear.format}
+        assert shares["target.layers.0.experts.gate_up"]
+        assert shares["target.layers.0.qkv"] == (weight_format == "nvfp4")
 
 
 def test_sizes_are_those_of_the_formats(specs: Any) -> None:
@@ -186,6 +270,8 @@ def test_a_wrong_key_or_value_is_named(section: dict[str, Any], words: str) -> N
 
 
 def test_an_unknown_format_is_named_with_the_known_ones(specs: Any) -> None:
+    for part in ("experts", "drafter", "draft_lm_head"):
+        assert f"format of {part}: expected none, " in refusal(specs, **{part: "fp4"})
     words = refusal(specs, target="fp4", lm_head="nvfp", overrides={"draft.fc": "fp9"})
     assert f"format of target: expected none, {', '.join(weight_formats())}, found fp4" in words
     assert "format of lm_head" in words and "Did you mean 'nvfp4'?" in words
