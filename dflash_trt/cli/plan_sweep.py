@@ -164,28 +164,36 @@ def run_sweep(
 def _drafters(config: BuildConfig, base_dir: Path, options: dict[str, Any]) -> Iterator[Drafted]:
     """Autoregressive decoding, the pair's drafter, and the others, with an acceptance each."""
     from dflash_trt.checkpoint.pair import read_pair
-    from dflash_trt.checkpoint.sources import find_checkpoints
+    from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
+    from dflash_trt.checkpoint.specs import with_draft_window
     from dflash_trt.simulation.acceptance import read_acceptance
 
+    def found(config: BuildConfig) -> CheckpointSources:
+        return find_checkpoints(
+            config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True)
+        )
+
+    config = found(config).config  # with the known drafter of a target from the hub
     names = [name for name in (config.drafter, *options["other_drafters"]) if name is not None]
     if len(options["accepted"]) != len(names):
         hint = "Acceptance is measured by `dflash-trt bench speedup --json`, or given by position: 0.8,0.6,0.4."
-        expected, found = f"one for each of {len(names)} drafters", str(len(options["accepted"]))
-        raise ConfigError.about("--accepted", expected=expected, found=found, hint=hint)
+        expected, given = f"one for each of {len(names)} drafters", str(len(options["accepted"]))
+        raise ConfigError.about("--accepted", expected=expected, found=given, hint=hint)
     for index, name in enumerate([None, *names]):
-        changed = config.model_copy(update={"drafter": name, "drafter_overrides": {}} if name != config.drafter else {})
-        if index != 1 and changed.max_draft_len is not None:
-            changed = changed.model_copy(update={"max_draft_len": None})
-        found_paths = find_checkpoints(
-            changed, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True)
-        )
-        paths = found_paths.paths
-        pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=found_paths.config.drafter_overrides)
+        update: dict[str, Any] = {"drafter": name}
+        if name != config.drafter:
+            update["drafter_overrides"] = {}
+        if index != 1:
+            update["max_draft_len"] = None
+        checkpoints = found(config.model_copy(update=update))
+        overrides = checkpoints.config.drafter_overrides
+        pair = read_pair(checkpoints.paths["target"], checkpoints.paths.get("drafter"), drafter_overrides=overrides)
         acceptance = None
         if name is not None:
+            pair = with_draft_window(pair, config.draft_window)
             assert pair.draft is not None
             acceptance = read_acceptance(options["accepted"][index - 1], algorithm=pair.draft.algorithm)
-        yield Drafted(config=found_paths.config, pair=pair, acceptance=acceptance)
+        yield Drafted(config=checkpoints.config, pair=pair, acceptance=acceptance)
 
 
 def _engines(

@@ -244,6 +244,7 @@ def test_a_disk_that_fails_while_building_leaves_nothing(target, tmp_path, invok
     monkeypatch.setattr(os, "fsync", fail)
     result = invoke("build", "--target", target, "-o", tmp_path / "deep/engine")
     _assert_refused(result, 1, str(tmp_path / "deep/engine"), os.strerror(number))
+    assert ("bytes of free disk space" in result.stderr) == (number != errno.EIO)
     assert _names(tmp_path) == set()
 
 

@@ -2,17 +2,30 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_trt.simulation.load import Lengths
+from dflash_trt.simulation.sweep import Workload
+from tests.cli.calls import Recorder
 from tests.cli.conftest import Invoke
+from tests.hub_server import Hub, point_at, serving
 from tests.plan.test_machine_file import MACHINE
 from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
 
 SIZES = ("--max-seq-len", 2048, "--prompt-tokens", 100, "--output-tokens", 24, "--requests-per-client", 1)
 ACCEPTED = "0.8,0.6,0.4,0.2"
+DEFAULT = Workload(
+    concurrencies=(1, 2, 4, 8, 16, 32, 64),
+    request_rates_per_s=(),
+    lengths=Lengths(num_prompt_tokens=1024, num_output_tokens=256),
+    spread_fraction=0.2,
+    requests_per_client=3,
+    duration_s=60.0,
+)
 HEAD = QWEN3_8B | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -88,6 +101,50 @@ def test_arrivals_take_as_long_as_they_come_and_not_as_the_engine_takes(pair, in
     assert closed[0]["output_tok_per_s"] > 1.5 * speeds[0]
 
 
+def test_a_name_on_the_hub_is_simulated_with_its_known_drafter_or_with_none(
+    pair, invoke, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("Qwen/Qwen3-8B", "--gpu", "h200", "--concurrency", 1)
+    with serving(Hub()) as hub:
+        hub.add("Qwen/Qwen3-8B", pair[0])
+        hub.add("z-lab/Qwen3-8B-DFlash-b16", pair[1])
+        point_at(hub, tmp_path / "cache", monkeypatch)
+        for more, sides in ((("--accepted", ACCEPTED), ["AR", "DFlash"]), (("--drafter", "none"), ["AR"])):
+            points = sweep(invoke, *words, *more)["points"]
+            assert [point["drafter"] for point in points] == sides
+            assert [point["num_draft_tokens"] for point in points] == [0, 4][: len(sides)]
+
+
+def test_the_drafters_of_a_pair_have_its_window_and_its_drafter_alone_its_other_choices(pair, invoke) -> None:
+    target, drafter, head = pair
+    words = (target, drafter, "--gpu", "h200", "--concurrency", 8, "--max-batch-size", 8)
+    words += ("--prompt-tokens", 32768, "--other-drafter", head, "--accepted", ACCEPTED, "--accepted", ACCEPTED)
+
+    def speeds(*more: Any) -> list[tuple[int, float]]:
+        result = invoke("plan", *words, "--sweep", "--output-tokens", 24, "--requests-per-client", 1, *more, "--json")
+        assert result.exit_code == 0, result.stderr
+        return [(point["num_draft_tokens"], point["output_tok_per_s"]) for point in json.loads(result.stdout)["points"]]
+
+    plain, drafting, heads = speeds()
+    narrow = speeds("--draft-window", 64)
+    assert narrow[0] == plain and narrow[1] > drafting and narrow[2] > heads
+    shorter = speeds("--max-draft-len", 2, "--drafter-override", "rope_theta=7000.0")
+    assert [num_drafts for num_drafts, _ in shorter] == [0, 2, 4]
+
+
+def test_a_load_without_options_has_the_defaults_that_the_help_states(pair, invoke, monkeypatch) -> None:
+    from dflash_trt.simulation import sweep as simulation
+
+    recorder = Recorder(simulation.sweep)
+    monkeypatch.setattr(simulation, "sweep", recorder)
+    words = ("plan", pair[0], "--gpu", "h200", "--tp-size", 2, "--sweep")
+    assert invoke(*words).stderr == "error: recorded\n"
+    [engine] = recorder.arguments["engines"]
+    assert (engine.layout, engine.num_gpus, recorder.arguments["workload"]) == ("tp2x1", 2, DEFAULT)
+    assert invoke(*words, "--request-rate", 3).stderr == "error: recorded\n"
+    assert recorder.arguments["workload"] == replace(DEFAULT, concurrencies=(), request_rates_per_s=(3,))
+
+
 def test_a_machine_file_takes_the_place_of_the_gpu(pair, invoke, tmp_path) -> None:
     """The file's costs are a GPU's, its bandwidth is a CPU's: steps wait for weights."""
     target, _, _ = pair
@@ -123,6 +180,10 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
         (("--gpu", "48", "--sweep", "--accepted", "0.5"), "a machine whose bandwidth is known"),
         (("--gpu", "h200", "--sweep", "--context", "9"), "no --acceptance-length, no --context"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "8"), "--layout: expected tp with the ranks"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp1x1025"), "--layout: expected tp with the"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp0"), "--layout: expected tp with the ranks"),
+        (("--gpu", "h200", "--sweep", "--acceptance-length", "2"), "no --acceptance-length, no --context"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--csv", "no/c.csv"), "a directory that exists"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--sweep-draft-length", 2), "K of at most 1, found 2"),
         (("--gpu", "h200", "--machine", "m.json"), "--gpu NAME or --machine FILE, found both"),
         ((), "--gpu NAME or --machine FILE, found neither"),

@@ -68,7 +68,7 @@ def test_an_interrupted_build_leaves_nothing(checkpoints: Path, tmp_path: Path) 
     config = BuildConfig(target="target")
     with pytest.raises(KeyboardInterrupt):
         build_engine(
-            config, tmp_path / "deep/engine", base_dir=checkpoints, overwrite=False, command=(), progress=interrupt
+            config, tmp_path / "very/deep/engine", base_dir=checkpoints, overwrite=False, command=(), progress=interrupt
         )
     assert list(tmp_path.iterdir()) == []
 
