@@ -69,6 +69,66 @@ def test_speeds_of_users_follow_from_the_floor_and_the_acceptance_length(pair, i
     assert steps[0]["autoregressive_tok_per_s"] == pytest.approx(4.8e12 / (2 * 7.57e9 + 0.3e9), rel=0.01)
 
 
+def test_the_table_of_steps_has_the_units_of_its_columns(pair, invoke) -> None:
+    words = (
+        *pair,
+        "--gpu",
+        "h200",
+        "--acceptance-length",
+        "3",
+        "--concurrency",
+        "4",
+        "--context",
+        "2048",
+        "--tp-size",
+        2,
+    )
+    [step] = plan(invoke, *words)["steps"]
+    shown = invoke("plan", *words).stdout
+    [row] = [line.split("│")[1:-1] for line in shown.splitlines() if "4 x 2,048" in line]
+    _, num_gb, *times, reach, alone, with_drafts = map(str.strip, row)
+    assert float(num_gb) == pytest.approx((step["weights_bytes"] + step["kv_bytes"]) / 1e9, abs=0.05)
+    assert list(map(float, times)) == pytest.approx(
+        [1e3 * step[f"{part}_s"] for part in ("memory", "compute", "exchange")], abs=0.005
+    )
+    assert reach == f"{step['total_s'] / step['expected_s']:.0%}" and 0 < step["reached_fraction"] < 1
+    assert float(alone) == pytest.approx(step["autoregressive_tok_per_s"], abs=0.5)
+    assert float(with_drafts) == pytest.approx(3 / step["total_s"], abs=0.5)
+
+
+def test_the_memory_of_each_rank_is_shown_in_gib(pair, invoke) -> None:
+    words = (*pair, "--gpu", "h200", "--tp-size", 2)
+    memory, shown = plan(invoke, *words)["rank_memory"], invoke("plan", *words).stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    found = {row[0]: float(row[1]) for row in rows if len(row) == 2 and row[1].replace(".", "").isdigit()}
+    titles = {
+        "weights": "weights",
+        "K/V pages": "kv",
+        "left over": "left",
+        "activations of the largest step": "activations",
+    }
+    for title, part in titles.items():
+        assert found[title] == pytest.approx(memory[f"{part}_bytes"] / GIB, abs=0.005)
+    assert found["one h200"] == pytest.approx(plan(invoke, *words)["gpu"]["memory_bytes"] / GIB, abs=0.005)
+    assert "fits on 2 x h200: K/V pages" in shown
+    assert "does not fit on 2 x GPU of 3 GiB: each lacks" in invoke("plan", *pair, "--gpu", 3, "--tp-size", 2).stdout
+
+
+def test_contexts_and_batches_that_the_engine_cannot_have_are_left_out_or_replaced_by_its_most(pair, invoke) -> None:
+    words = (*pair, "--gpu", "h200", "--max-seq-len", 8192, "--max-batch-size", 8)
+    steps = [(step["context_len"], step["num_requests"]) for step in plan(invoke, *words)["steps"]]
+    assert steps == [(1024, 1), (1024, 8), (8192, 1), (8192, 8)]
+    report = plan(invoke, *words, "--max-seq-len", 1000, "--max-draft-len", 2)
+    assert list(report["max_requests"]) == ["1000"]
+    assert set(report["steps"][0]["tok_per_s_by_acceptance_length"]) == {"2", "3"}
+    alone = plan(invoke, pair[0], "--gpu", "h200", "--context", 1024)["steps"][0]
+    assert alone["tok_per_s_by_acceptance_length"] == {}
+    assert alone["autoregressive_tok_per_s"] == pytest.approx(1 / alone["total_s"])
+    beside = plan(invoke, *pair, "--gpu", "h200", "--context", 1024)["steps"][0]
+    assert beside["autoregressive_tok_per_s"] == pytest.approx(alone["autoregressive_tok_per_s"])
+    assert beside["expected_s"] > alone["expected_s"]
+
+
 def test_steps_that_have_no_room_are_left_out(pair, invoke) -> None:
     words = ("--gpu", "h100", "--concurrency", "1,64", "--context", "1024,32768")
     shown = [(step["num_requests"], step["context_len"]) for step in plan(invoke, *pair, *words)["steps"]]

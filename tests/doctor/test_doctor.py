@@ -4,11 +4,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_trt.doctor import machine
+from dflash_trt.doctor import machine, probes
+from dflash_trt.doctor.probes import run_probe
 from dflash_trt.doctor.report import TITLES, _without_secrets, make_report, run_probes
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 
@@ -93,6 +95,65 @@ def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch, tmp_path) -> None:
     assert gpu == {"name": "NVIDIA H200", "memory_mib": "143771", "compute_capability": "9.0", "driver": "580.95.05"}
     smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert machine.gpus() == []
+    smi.write_text("#!/bin/sh\necho 'No devices were found'\necho 'NVIDIA H200, 1, 9.0, 5'\n")
+    assert [gpu["memory_mib"] for gpu in machine.gpus()] == ["1"]
+
+
+def test_the_machine_is_what_its_processes_may_use(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "total_memory_bytes", lambda: 64)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 16)
+    monkeypatch.setattr(machine, "available_cores", lambda: 3)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(total=9, used=7, free=2))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.machine()
+    assert [found[f"{part}_bytes"] for part in ("memory", "free_memory", "free_disk")] == [64, 16, 2]
+    assert (found["num_cores"], found["omp_num_threads"], found["cuda_visible_devices"]) == (3, "5", None)
+    driver = tmp_path / "version"
+    monkeypatch.setattr(machine, "_DRIVER_FILE", driver)
+    assert machine.driver_module() is None
+    driver.write_text("NVRM version: 580\nGCC version: 12\n")
+    assert machine.driver_module() == "NVRM version: 580"
+
+
+def test_a_report_for_a_person_has_each_fact_under_its_name(invoke: Invoke, monkeypatch) -> None:  # noqa: F811
+    gpu = {"name": "NVIDIA H200", "memory_mib": "143771", "compute_capability": "9.0", "driver": "580.95"}
+    host = {"platform": "Linux", "processor": "a CPU", "num_cores": 3, "memory_bytes": 64_000, "free_disk_bytes": 2000}
+    host |= {"free_memory_bytes": 16_000, "omp_num_threads": "5", "cuda_visible_devices": None}
+    works = {name: {"works": False, "detail": "d"} for name in TITLES}
+    report = {"versions": {"torch": None, "numpy": "2"}, "machine": host, "gpus": [gpu], "works": works}
+    report["nvidia_driver"] = "NVRM 580"
+    monkeypatch.setattr("dflash_trt.doctor.report.make_report", lambda **options: report)
+    facts = ["torch missing, numpy 2", "Linux; a CPU, 3 cores", "memory 64.0 kB, 16.0 kB free; disk 2.0 kB free"]
+    facts += ["OMP_NUM_THREADS 5", "CUDA_VISIBLE_DEVICES unset"]
+    of_gpu = "GPU: NVIDIA H200, 143771 MiB, compute capability 9.0, driver 580.95"
+    assert invoke("doctor").stdout.splitlines()[: -len(TITLES)] == [*facts, of_gpu]
+    report["gpus"] = []
+    none = "GPU: none that nvidia-smi lists; driver: NVRM 580"
+    assert invoke("doctor").stdout.splitlines()[: -len(TITLES)] == [*facts, none]
+
+
+def test_a_home_within_another_and_a_secret_in_json_are_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/root"))
+    monkeypatch.setenv("HOME", "/root/inner")
+    assert _without_secrets('"/root/inner/x /root/y"') == '"~/x ~/y"'
+    monkeypatch.setenv("HOME", "/")
+    assert _without_secrets('"/a"') == '"/a"'
+
+
+def test_a_triton_server_that_does_not_start_says_why(monkeypatch, tmp_path) -> None:
+    server = tmp_path / "tritonserver"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(probes, "_TRITON_SERVERS", ("none",))
+    assert run_probe("triton_server")["detail"] == "no tritonserver on the PATH, nor in .triton_server"
+    cases = {"echo 'Usage: tritonserver [options]'; exit 1": "tritonserver starts"}
+    cases["echo 'no libpython' >&2"] = "tritonserver does not start: no libpython"
+    for code, detail in cases.items():
+        server.write_text(f"#!/bin/sh\n{code}\n")
+        server.chmod(0o755)
+        works = detail == "tritonserver starts"
+        assert run_probe("triton_server") == {"name": "triton_server", "works": works, "detail": detail}
 
 
 def test_versions_are_those_of_the_packages() -> None:
