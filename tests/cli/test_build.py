@@ -5,12 +5,17 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash_trt.cli.build import _progress_shown
+from dflash_trt.compile.build import BuildProgress, build_engine
+from tests.cli.calls import Recorder
+from tests.cli.test_status_line import Terminal
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
 
 
@@ -60,6 +65,41 @@ def test_flags_override_yaml_keys(config_file, tmp_path, invoke) -> None:
     }
     tensors = load_file(tmp_path / "engine/rank0.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_flags_beside_a_yaml_file_may_be_a_name_on_the_hub_or_none(config_file, invoke, monkeypatch) -> None:
+    builder = Recorder(build_engine)
+    monkeypatch.setattr("dflash_trt.compile.build.build_engine", builder)
+    with config_file.open("a") as stream:
+        stream.write("chat_template_options: {thinks: true, depth: 1}\n")
+    words = ["--target", "Qwen/Qwen3-8B", "--drafter", "none", "--chat-template-option", "depth=2"]
+    assert invoke("build", config_file, "-o", "engine", *words).stderr == "error: recorded\n"
+    config = builder.arguments["config"]
+    assert (config.target, config.drafter, config.max_batch_size) == ("Qwen/Qwen3-8B", None, 4)
+    assert config.chat_template_options == {"thinks": True, "depth": 2}
+
+
+def test_a_leftover_of_a_killed_build_is_named_before_it_is_removed(target, tmp_path, invoke) -> None:
+    left = tmp_path / ".engine.tmp-00000000"
+    left.mkdir()
+    result = invoke("build", "--target", target, "-o", tmp_path / "engine")
+    assert f"removed {left}, left by a killed build" in result.stderr and not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (BuildProgress(stage="writing weights", done_bytes=250, total_bytes=900), ("writing weights ", "250/900")),
+        (BuildProgress(stage="verifying", done_prompts=3, total_prompts=4), ("verifying (prompts)", "3/4")),
+        (BuildProgress(stage="compiling", done_steps=7, total_steps=9), ("compiling ", "7/9")),
+    ],
+)
+def test_a_bar_on_a_terminal_shows_how_far_a_stage_is(progress, words) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal), _progress_shown() as show:
+        show(BuildProgress(stage="downloading"))
+        show(progress)
+    assert all(word in terminal.getvalue() for word in words)
 
 
 def test_keys_of_the_drafter_s_config_are_overridden_and_noted(config_file, tmp_path, invoke) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli.conversation import _Conversation
+from dflash_trt.cli import conversation
+from dflash_trt.cli.conversation import _Conversation, converse
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.stream_chunk import StreamChunk
@@ -99,17 +101,34 @@ def _answer(text: str, *, seconds: float = 1.0, error: str | None = None) -> Gen
     return replace(output, total_s=seconds, token_ids=(1, 2))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_conversation_ends_with_the_user_or_with_its_engine(monkeypatch, capsys, fails: bool) -> None:
+    llm = SimpleNamespace(failure=None, config=SimpleNamespace(max_draft_tokens=0))
+    typed = iter(["", ""])
+
+    def type_line() -> str | None:
+        llm.failure = RuntimeError("the device is gone") if fails else None
+        return next(typed, None)
+
+    monkeypatch.setattr(conversation, "open_engine", lambda *_, **__: nullcontext(llm))
+    monkeypatch.setattr(conversation, "_typed", type_line)
+    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, system=None)
+    assert converse(options) == (ExitCode.FAILED if fails else ExitCode.DONE)
+    assert len(list(typed)) == (1 if fails else 0)
+    assert "request" not in capsys.readouterr().err, "no summary of nothing"
+
+
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_conversation_sends_its_system_message_then_all_turns_and_then_the_new_one(system, capsys) -> None:
     options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={"shout": True}, system=system)
-    conversation = _Conversation(options)
+    said_so_far = _Conversation(options)
     llm: Any = Scripted(
         _answer("A"), _answer("lost", error="too long"), _answer("B", seconds=2.5), _answer("C", seconds=4.0)
     )
     for text in ("a", "fails", "b"):
-        conversation.answer(llm, text)
-    conversation.reset()
-    conversation.answer(llm, "c")
+        said_so_far.answer(llm, text)
+    said_so_far.reset()
+    said_so_far.answer(llm, "c")
     first = [] if system is None else [("system", system)]
     turns = [("user", "a"), ("assistant", "A")]
     assert [[(each["role"], each["content"]) for each in prompt["messages"]] for prompt in llm.asked] == [
@@ -120,6 +139,6 @@ def test_a_conversation_sends_its_system_message_then_all_turns_and_then_the_new
     ]
     assert all(prompt["chat_template_kwargs"] == {"shout": True} for prompt in llm.asked)
     capsys.readouterr()
-    conversation.print_summary(load_time_s=0.5, max_draft_tokens=0)
+    said_so_far.print_summary(load_time_s=0.5, max_draft_tokens=0)
     said = capsys.readouterr().err
     assert "4 requests (1 failed)" in said and "8 output tokens in 8.50 s" in said and "loaded in 0.50 s" in said

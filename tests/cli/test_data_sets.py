@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("datasets", reason="writes what is read here")
 
 import datasets
+import pyarrow as pa
 
 from dflash_trt.bench.conversation import Conversation
 from dflash_trt.cli import data_sets
@@ -80,6 +81,34 @@ def test_columns_are_those_that_the_command_line_names(tmp_path: Path) -> None:
         prompts(line, columns={"prompt": "text"})
 
 
+def test_arrow_files_are_read_as_files_and_as_streams(tmp_path: Path) -> None:
+    """With conversations as structs of lists, as older versions of `datasets` wrote them."""
+    chats = [{"role": ["system", "user"], "content": ["s", "hi"]}, {"role": [], "content": []}]
+    table = pa.table({"messages": chats})
+    for name, new in {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}.items():
+        path = tmp_path / f"{name}.arrow"
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table.slice(0, 1))
+        (one,) = read_conversations(path)
+        assert one.turns == (({"role": "system", "content": "s"}, USER),)
+
+
+def test_a_row_keeps_its_own_question_id_and_a_value_that_is_missing_is_no_field(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"id": "q7", "text": ["a", "b"], "kind": null}\n\n{"text": "c"}\n')
+    columns = {"turns": "text", "category": "kind"}
+    assert [(one.category, len(one.turns)) for one in read_conversations(path, columns=columns)] == [
+        (None, 2),
+        (None, 1),
+    ]
+    path.write_text('{"question_id": {}, "turns": ["a"]}\n')
+    with pytest.raises(ConfigError, match="an id that is a string or an integer"):
+        read_conversations(path, columns={"turns": "turns", "question_id": "question_id"})
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        read_conversations(path, columns=columns)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -109,9 +138,9 @@ def test_files_that_are_broken_and_a_library_that_is_missing_are_refused(tmp_pat
         read_conversations(tmp_path / "e")
     with pytest.raises(ConfigError, match="--split: expected a directory of a data set"):
         read_conversations(tmp_path / "rows.jsonl", split="test")
-    for word in ("prompt", "text=prompt", "prompt="):
+    for words in (["prompt"], ["text=prompt"], ["prompt="], ["prompt=a", "prompt=b"]):
         with pytest.raises(ConfigError, match="--column: expected FIELD=COLUMN"):
-            columns_of([word])
+            columns_of(words)
     monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package pyarrow.*dflash-trt\[datasets\]"):
         read_conversations(tmp_path / "e")

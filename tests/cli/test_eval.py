@@ -85,6 +85,22 @@ def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, t
     assert "expected the same in both" in result.stderr
 
 
+def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(
+    engine_dir, target, prompts_file, tmp_path, invoke
+) -> None:
+    plain = tmp_path / "plain"
+    words = ["build", "--target", target, "-o", plain, "--dtype", "float32", "--max-seq-len", "6"]
+    assert invoke(*words).exit_code == 0
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"prompt_token_ids": [5, 6]}\n')
+    for engines in ([engine_dir, "--against", plain], [plain, "--against", engine_dir]):
+        result = invoke("eval", *engines, "--input-file", short, "--max-new-tokens", "2")
+        assert result.exit_code == 0, result.stderr
+        refused = invoke("eval", *engines, "--input-file", prompts_file, "--max-new-tokens", "2")
+        assert refused.exit_code == 2
+        assert "error: prompts: 1: prompt: expected at most 5 tokens (max_seq_len - 1), found 7" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -1,13 +1,21 @@
 """What `run` prints as it comes."""
 
 import sys
-from dataclasses import replace
+from contextlib import redirect_stderr
+from dataclasses import fields, replace
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_trt import RuntimeConfig, SamplingParams
+from dflash_trt.cli.prompts import Job
+from dflash_trt.cli.run import _progress_bar
 from dflash_trt.cli.run_options import RunOptions
+from dflash_trt.serving.generation_batch import joined_output, output_without_tokens
+from tests.cli.test_options_arrive import RUNTIME
+from tests.cli.test_status_line import Terminal
 
 OPTIONS = RunOptions(
     engine_dir=Path("engine"),
@@ -42,3 +50,48 @@ def test_one_sample_of_one_prompt_streams_to_a_terminal(monkeypatch: pytest.Monk
 def test_what_is_said_holds_everywhere(monkeypatch: pytest.MonkeyPatch, said: bool) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: not said)
     assert replace(OPTIONS, stream=said, sampling=OF_TWO).streams(2) == said
+
+
+@pytest.mark.parametrize("piped", ["a", "a\n", "a\n\n", " a ", "\n"])
+def test_a_piped_prompt_loses_the_last_end_of_line_and_nothing_else(monkeypatch, piped: str) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(piped.encode())))
+    (row,) = replace(OPTIONS, prompts=()).read_rows()
+    assert isinstance(row, Job)
+    assert row.prompt == {"prompt": piped[:-1] if piped.endswith("\n") else piped}
+
+
+def test_a_run_goes_on_with_what_texts_do_not_depend_on() -> None:
+    same = {"engine_dir": Path("e"), "prompts": (), "input_file": Path("i"), "output_file": Path("o"), "resume": True}
+    same |= {"overwrite": True, "stream": False, "as_json": True}
+    other: dict[str, Any] = {"chat": True, "system": "s", "chat_template_options": ("a=1",), "trace_file": Path("t")}
+    other["sampling"] = SamplingParams(temperature=0.5)
+    assert {*same, *other, "runtime"} == {field.name for field in fields(OPTIONS)}
+    for expected, changes in ((True, same), (False, other)):
+        for name, value in changes.items():
+            changed = replace(OPTIONS, **{name: value}).text_settings()
+            assert (changed == OPTIONS.text_settings()) == expected, name
+    memory = {"kv_cache_bytes", "kv_cache_free_memory_fraction", "max_queue_len", "seed"}
+    for name, (_, value) in RUNTIME.items():
+        changed = replace(OPTIONS, runtime=RuntimeConfig(**{name: value})).text_settings()
+        assert (changed == OPTIONS.text_settings()) == (name in memory), name
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "output_file", "has_screen", "is_shown"),
+    [(2, Path("o"), True, True), (1, Path("o"), True, False), (2, None, True, False), (2, None, False, True)],
+)
+def test_a_bar_counts_requests_where_no_text_is_printed(
+    monkeypatch, num_jobs: int, output_file: Path | None, has_screen: bool, is_shown: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: has_screen)
+    output = joined_output([output_without_tokens("r", "stop", text="")] * 2)
+    with redirect_stderr(terminal), _progress_bar(replace(OPTIONS, output_file=output_file), num_jobs) as advance:
+        for _ in range(num_jobs):
+            advance(output)
+    assert ("2/2" in terminal.getvalue()) == is_shown
+    assert bool(terminal.getvalue()) == is_shown
+    pipe = StringIO()
+    with redirect_stderr(pipe), _progress_bar(replace(OPTIONS, output_file=Path("o")), 2) as advance:
+        advance(output)
+    assert not pipe.getvalue()

@@ -66,6 +66,21 @@ def test_a_line_longer_than_the_terminal_is_cut(monkeypatch: pytest.MonkeyPatch)
     assert terminal.screen == [""]
 
 
+def test_bytes_read_have_a_unit_and_are_shown_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [5.0]
+    monkeypatch.setattr("dflash_trt.cli.status_line.time.monotonic", lambda: now_s[0])
+    for num_bytes, shown in ((2_500_000_000, "2.5 GB"), (1_000_000_000, "1.0 GB"), (999_000_000, "999.0 MB")):
+        terminal = Terminal()
+        with redirect_stderr(terminal), status_line("opening a very long name of an engine") as line:
+            for num_read, wait_s in ((0, 0), (num_bytes // 2, 0.09), (num_bytes // 5, 0.02), (num_bytes, 0)):
+                now_s[0] += wait_s
+                line.show_read(num_read, num_bytes)
+                part = "0.0" if num_read < num_bytes // 5 else f"{float(shown.split()[0]) / 5:.1f}"
+                expected = shown.split()[0] if num_read == num_bytes else "0.0" if num_read > num_bytes // 4 else part
+                assert terminal.screen == [f"reading weights: {expected} of {shown}"]
+        assert terminal.screen == [""]
+
+
 @pytest.fixture
 def _no_library_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty cache of CPU kernels, and a compiler that only fails."""

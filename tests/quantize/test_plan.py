@@ -75,6 +75,7 @@ def test_a_drafter_can_have_a_quantized_copy_of_the_head(specs: Any) -> None:
 def test_a_pattern_never_makes_a_copy_of_the_head(specs: Any) -> None:
     assert "draft.lm_head" not in plan_of(specs, overrides={"draft.*": "fp8"}).formats
     assert plan_of(specs, overrides={"draft.lm_head": "fp8"}).formats == {"draft.lm_head": "fp8"}
+    assert plan_of(specs, overrides={"draft.lm_head": "none"}, draft_lm_head="fp8").formats == {}
 
 
 def test_a_tied_head_is_quantized_beside_the_embedding(tmp_path: Path) -> None:
