@@ -20,6 +20,8 @@ from dflash_trt.serving.prompts import PromptReader
 from tests.factories import make_target, make_zlab_drafter
 from tests.plan.test_machine_file import MACHINE
 
+CONTEXT_LEN = round((8 + 9 + 5) / 3 + 8 / 3 / 2)  # of the prompts below, half way through a third of 8 tokens
+
 
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory):
@@ -87,6 +89,7 @@ def test_serving_reports_every_concurrency(engine_dir, input_file):
         ratios = (report["in_flight_to_static_batching"], report["overlapped_to_plain"])
         assert min(*ratios, report["output_tok_per_s"], report["mean_time_to_first_token_s"]) > 0
         assert [roof["num_requests"] for roof in report["rooflines"]] == [report["concurrency"]]
+        assert [roof["context_len"] for roof in report["rooflines"]] == [CONTEXT_LEN]
 
 
 def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, input_file):
@@ -113,6 +116,8 @@ def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, inpu
         assert report["best_fixed"] == f"K = {report['best_fixed_length']}" and report["best_fixed_length"] in (0, 3)
         assert len(report["adaptive_to_best_fixed_by_round"]) == 2
         labels = [(roof["label"], roof["num_draft_tokens"]) for roof in report["rooflines"]]
+        shapes = {(roof["num_requests"], roof["context_len"]) for roof in report["rooflines"]}
+        assert shapes == {(report["concurrency"], CONTEXT_LEN)}
         adaptive = math.ceil(report["speeds"][2]["acceptance_length"] or 1) - 1
         assert labels == [("K = 0", 0), ("K = 3", 3), ("adaptive", adaptive)]
 

@@ -12,6 +12,7 @@ import pytest
 
 from dflash_trt.cli import conversation
 from dflash_trt.cli.conversation import _Conversation, converse
+from dflash_trt.core.errors import RequestError
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.serving.generation_batch import output_without_tokens
@@ -99,6 +100,26 @@ class ScriptedStream:
 def _answer(text: str, *, seconds: float = 1.0, error: str | None = None) -> GenerationOutput:
     output = output_without_tokens("r", "stop" if error is None else "error", text=text, error=error)
     return replace(output, total_s=seconds, token_ids=(1, 2))
+
+
+def test_what_is_refused_or_interrupted_before_its_answer_is_no_part_of_a_conversation(capsys) -> None:
+    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, system=None)
+    said_so_far, failures = _Conversation(options), [KeyboardInterrupt(), RequestError("too long.")]
+    llm: Any = Scripted(*[_answer("A")] * 4)
+
+    class Refusing:
+        def submit(self, *_: Any) -> Any:
+            raise failures.pop(0)
+
+    refusing: Any = Refusing()
+    said_so_far.answer(llm, "a")
+    for _ in range(2):
+        said_so_far.answer(refusing, "lost")
+    said_so_far.answer(llm, "b")
+    assert [message["content"] for message in llm.asked[-1]["messages"]] == ["a", "A", "b"]
+    assert "error: too long. Or type /reset." in capsys.readouterr().err
+    said_so_far.print_summary(load_time_s=0.5, max_draft_tokens=0)
+    assert "2 requests: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -10,6 +10,7 @@ from dflash_trt.bench.comparison import Acceptance, Comparison
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.serving.generation_batch import output_without_tokens
 from tests.factories import make_target
 
 PROMPT_TOKENS = [[5, 6, 7, 8, 9, 10, 11], [100, 90, 80, 70], [33, 44]]
@@ -83,6 +84,15 @@ def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, t
     result = invoke("eval", tmp_path / "engine", "--against", engine_dir, "--input-file", prompts_file)
     assert result.exit_code == 2
     assert "expected the same in both" in result.stderr
+
+
+def test_a_text_that_fails_in_the_engine_ends_the_comparison(engine_dir, prompts_file, invoke, monkeypatch) -> None:
+    failed = output_without_tokens("r", "error", text="", error="the device is gone")
+    monkeypatch.setattr("dflash_trt.serving.llm.LLM.generate", lambda self, prompts, sampling: [failed] * len(prompts))
+    result = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file)
+    assert result.exit_code == 2
+    for number in (1, 2, 3):
+        assert f"{number}: the device is gone" in result.stderr
 
 
 def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(
