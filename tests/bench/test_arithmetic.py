@@ -17,6 +17,7 @@ from dflash_trt.bench.serving_sweep import ConcurrencyReport
 from dflash_trt.bench.soak import SoakReport
 from dflash_trt.bench.speculation import SpeculationReport
 from dflash_trt.bench.throughput import LoadReport, Work
+from dflash_trt.cli.bench_options import print_reports
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -391,6 +392,13 @@ def test_the_text_of_a_sweep_says_each_number_with_its_unit(monkeypatch, tmp_pat
         " 4 clients 321 tok/s, first token after 62 ms | in-flight / static batching 1.25 (1.20 1.30)"
         f" | overlapped / plain loop 1.75\n {ROOF_LINE}\n"
     )
+
+
+def test_floors_stand_below_their_own_report(capsys) -> None:
+    floors = [[replace(ROOF, label=name)] for name in ("first", "second")]
+    print_reports([1, 2], str, as_json=False, rooflines=floors)
+    printed_lines = [line.split(": floor")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    assert printed_lines == ["1", "first", "2", "second"]
 
 
 def test_the_text_of_a_comparison_of_policies_names_the_best(monkeypatch, tmp_path) -> None:

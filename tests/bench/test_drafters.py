@@ -10,6 +10,7 @@ from dflash_trt.cli.main import cli
 from tests.dflash2_files import make_dflash2_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.factories import make_target, make_zlab_drafter
+from tests.plan.test_machine_file import MACHINE
 
 
 def run(*words: object) -> Result:
@@ -47,7 +48,9 @@ def compared(root: Path, *names: str, options: tuple[object, ...] = ()) -> Resul
 
 
 def test_every_algorithm_gives_the_texts_of_none(root: Path) -> None:
-    result = compared(root, "dflash", "dflash2", "eagle3", options=("--json",))
+    (root / "machine.json").write_text(MACHINE.text())
+    options = ("--json", "--machine", root / "machine.json")
+    result = compared(root, "dflash", "dflash2", "eagle3", options=options)
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)
     assert [report["algorithm"] for report in reports] == [None, "dflash", "dflash2", "eagle3"]
@@ -56,6 +59,11 @@ def test_every_algorithm_gives_the_texts_of_none(root: Path) -> None:
     assert all(len(report["speedup_by_round"]) == 2 for report in reports)
     assert reports[0]["speedup"] == 1.0 and reports[0]["acceptance_length"] is None
     assert all(len(report["accepted_fraction_by_position"]) == report["num_draft_tokens"] for report in reports)
+    context_len = round((8 + 9 + 5) / 3 + 12 / 2)  # half way through the 12 tokens
+    for report in reports:
+        roof = report["roofline"]
+        assert (roof["machine"], roof["num_requests"], roof["context_len"]) == (MACHINE.name, 2, context_len)
+        assert roof["num_draft_tokens"] == report["num_draft_tokens"]
 
 
 def test_the_table_has_a_line_for_each_side_and_k_holds_for_all(root: Path) -> None:
