@@ -195,12 +195,10 @@ def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
 
 
 def _engine_sha256(path: Path) -> str:
-    """Of the engine's contents, wherever and whenever it was built."""
+    """Of the engine's contents, wherever and whenever it was built: its manifest knows nothing of provenance.json."""
     from dflash_trt.engine_dir import EngineDir
-    from dflash_trt.engine_dir.provenance import PROVENANCE_NAME
 
     fields = EngineDir.open(path).manifest.model_dump(mode="json")
-    fields["files"].pop(PROVENANCE_NAME, None)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
