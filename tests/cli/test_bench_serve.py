@@ -167,6 +167,12 @@ def test_reports_are_printed_and_written(rows, tmp_path, invoke, monkeypatch) ->
     assert "At 50 tok/s per user, throughput relative to s: fast 1.00x." in ran.stdout
     assert f"command: dflash-trt bench serve {URL}" in ran.stdout and "hardware: a laptop" in ran.stdout
     assert [line.split(",")[0] for line in csv.read_text().splitlines()] == ["server", "s", "fast"]
+    assert "tok/s per server" in ran.stdout
+    of_gpus = invoke("bench", "serve", URL, "--input-file", rows, "--num-gpus", 2).stdout
+    assert "tok/s per GPU" in of_gpus and "At 50 tok/s" not in of_gpus and "relative to s: fast" in of_gpus
+    monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT])
+    assert "relative to" not in invoke("bench", "serve", URL, "--input-file", rows, "--interactivity", 50).stdout
+    monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT, fast])
     told = json.loads(invoke("bench", "serve", URL, "--input-file", rows, "--json").stdout)
     assert told["hardware"] == "not stated" and [report["server"] for report in told["reports"]] == ["s", "fast"]
 
