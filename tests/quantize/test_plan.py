@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import build_config_from
@@ -13,6 +14,7 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationConfig, Quan
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.quantize.hardware import require_hardware
 from dflash_trt.quantize.plan import QuantizationPlan, make_plan, sharding_problems
+from dflash_trt.quantize.stream import joined, whole_weights
 from tests.factories import make_speculators_drafter, make_target
 
 
@@ -83,6 +85,24 @@ def test_a_tied_head_is_quantized_beside_the_embedding(tmp_path: Path) -> None:
     plan = make_plan(QuantizationConfig(lm_head="fp8"), tied.target, None, QuantizationSpec())
     assert plan.formats == {"target.lm_head": "fp8"}
     assert list(plan.table())[-1] == "target.lm_head"
+
+
+def test_ranks_read_whole_what_is_quantized_and_the_head_that_is_copied(specs: Any, tmp_path: Path) -> None:
+    tied = open_pair(make_target(tmp_path / "tied", tie_word_embeddings=True), None)
+    assert whole_weights(plan_of(specs)) == frozenset()
+    assert whole_weights(plan_of(specs, draft_lm_head="int4")) == {"draft.lm_head", "target.lm_head"}
+    made = make_plan(QuantizationConfig(lm_head="int4"), tied.target, None, QuantizationSpec())
+    assert whole_weights(made) == {"target.lm_head", "target.embedding"}
+    stored = QuantizationSpec(linears={"target.layers.0.o": "fp8"})
+    assert whole_weights(plan_of(specs, stored=stored, overrides={"draft.fc": "int4"})) == {"draft.fc"}
+
+
+def test_parts_of_a_layer_that_came_apart_are_joined_in_their_order() -> None:
+    parts = [torch.full((rows, 4), float(rows)) for rows in (2, 3, 1)]
+    tensors = [("a", parts[0]), *((f"b/{i}", part) for i, part in enumerate(parts)), ("c", parts[2])]
+    found = dict(joined(tensors, dtype=torch.bfloat16))
+    assert list(found) == ["a", "b", "c"] and found["a"] is parts[0] and found["c"] is parts[2]
+    assert torch.equal(found["b"], torch.cat(parts).bfloat16()) and found["b"].dtype == torch.bfloat16
 
 
 def test_a_head_of_the_drafters_own_stays_unless_it_is_chosen(tmp_path: Path) -> None:
