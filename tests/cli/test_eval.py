@@ -2,11 +2,15 @@
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_trt.bench.comparison import Acceptance, Comparison
+from dflash_trt.cli.eval import _logits_of
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
@@ -93,6 +97,29 @@ def test_a_text_that_fails_in_the_engine_ends_the_comparison(engine_dir, prompts
     assert result.exit_code == 2
     for number in (1, 2, 3):
         assert f"{number}: the device is gone" in result.stderr
+
+
+def test_an_executor_that_scores_is_closed_also_when_it_has_no_logits(engine_dir, monkeypatch) -> None:
+    opened = []
+
+    class Executor:
+        def close(self) -> None:
+            opened.remove(self)
+
+    def open_one(engine: EngineDir, config: RuntimeConfig) -> Executor:
+        opened.append(Executor())
+        return opened[-1]
+
+    monkeypatch.setattr("dflash_trt.executor.opening.open_executor", open_one)
+    engine = EngineDir.open(engine_dir)
+    with pytest.raises(ConfigError, match="expected backend torch, for its logits"), ExitStack() as stack:
+        _logits_of(engine, RuntimeConfig(), stack)
+    assert not opened
+    Executor.target_logits = lambda self, token_ids: torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
+    with ExitStack() as stack:
+        assert _logits_of(engine, RuntimeConfig(), stack)([5]).dtype == "float32"
+        assert len(opened) == 1
+    assert not opened
 
 
 def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(

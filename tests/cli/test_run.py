@@ -62,11 +62,12 @@ def test_a_prompt_may_be_piped_in(engine_dir, invoke) -> None:
     assert piped.stdout == invoke("run", engine_dir, "--prompt", "def f", *GREEDY).stdout
 
 
-def test_streaming_prints_the_same_text(engine_dir, invoke) -> None:
+def test_streaming_prints_the_same_text_and_leaves_the_same_trace(engine_dir, tmp_path, invoke) -> None:
     words = ["run", engine_dir, "--prompt", "def f", *GREEDY]
-    streamed = invoke(*words, "--stream")
+    streamed = invoke(*words, "--stream", "--trace-file", tmp_path / "streamed")
     assert streamed.exit_code == 0
-    assert streamed.stdout == invoke(*words).stdout
+    assert streamed.stdout == invoke(*words, "--trace-file", tmp_path / "plain").stdout
+    assert (tmp_path / "streamed").read_text() == (tmp_path / "plain").read_text() != ""
     assert "12 output tokens" in streamed.stderr
 
 
