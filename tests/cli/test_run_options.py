@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_trt import RuntimeConfig, SamplingParams
+from dflash_trt.cli.open_engine import listed_failures
 from dflash_trt.cli.prompts import Job
 from dflash_trt.cli.run import _progress_bar
 from dflash_trt.cli.run_options import RunOptions
@@ -95,3 +96,10 @@ def test_a_bar_counts_requests_where_no_text_is_printed(
     with redirect_stderr(pipe), _progress_bar(replace(OPTIONS, output_file=Path("o")), 2) as advance:
         advance(output)
     assert not pipe.getvalue()
+
+
+@pytest.mark.parametrize(("num_failures", "last"), [(1, "  - 0"), (10, "  - 9"), (11, "  - ... and 1 more")])
+def test_failures_are_listed_up_to_ten(num_failures: int, last: str) -> None:
+    heading, *lines = listed_failures([str(number) for number in range(num_failures)], 20).splitlines()
+    assert heading == f"{num_failures} of 20 requests failed"
+    assert (len(lines), lines[-1]) == (num_failures, last)

@@ -123,6 +123,19 @@ def test_a_resumed_run_gives_what_one_run_gives_and_runs_no_row_twice(
     assert case.names() == {"in.jsonl", "out.jsonl"}
 
 
+def test_an_interrupt_before_the_first_row_leaves_nothing(case: Case, interrupt_after: Any) -> None:
+    assert "kept" not in interrupt_after(case, 0).stderr
+    assert case.names() == {"in.jsonl"}
+
+
+def test_a_row_that_the_engine_refuses_is_not_for_another_run(case: Case) -> None:
+    case.rows = [{"prompt": "def f"}, {"prompt": "x" * 200}]
+    case.write()
+    ran = case.run()
+    assert ran.exit_code == 3 and "--resume" not in ran.stderr
+    assert case.names() == {"in.jsonl", "out.jsonl"}
+
+
 def test_the_trace_of_a_resumed_run_is_whole(case: Case, interrupt_after: Any) -> None:
     assert case.run("--trace-file", case.trace).exit_code == 3
     expected = case.trace.read_text()
