@@ -51,6 +51,7 @@ def test_a_run_that_goes_on_keeps_all_samples_of_a_row(engine_dir, tmp_path, inv
     assert resumed.exit_code == 0 and "1 of 3 rows have a result" in resumed.stderr
     kept = [(row["id"], row.get("sample_index"), row["token_ids"]) for row in rows_of(cut)]
     assert kept == [(row["id"], row.get("sample_index"), row["token_ids"]) for row in rows_of(whole)]
+    assert [index for _, index, _ in kept] == [0, 1, 0, 1, None]
 
 
 def _crash(*_: object) -> None:

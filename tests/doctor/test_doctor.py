@@ -145,7 +145,8 @@ def test_a_triton_server_that_does_not_start_says_why(monkeypatch, tmp_path) -> 
     server = tmp_path / "tritonserver"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probes, "_TRITON_SERVERS", ("none",))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(probes, "_TRITON_SERVERS", ("none", "empty"))
     assert run_probe("triton_server")["detail"] == "no tritonserver on the PATH, nor in .triton_server"
     cases = {"echo 'Usage: tritonserver [options]'; exit 1": "tritonserver starts"}
     cases["echo 'no libpython' >&2"] = "tritonserver does not start: no libpython"

@@ -1,6 +1,8 @@
+import hashlib
 import json
 import os
 import shutil
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineDir, needed_bytes_for, reserve_output, write_engine_dir
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
+from dflash_trt.engine_dir.writing import _HashedFile, _Storage
 from tests.engine_dir.building import build
 
 
@@ -50,6 +53,20 @@ def test_the_needed_space_is_that_of_all_files_of_all_ranks(checkpoints: Path, t
     assert needed_bytes_for(config, tokenizer, has_plans=True, plugin_library=path / "config.json") == (
         3 * weights_bytes + 7 + (path / "config.json").stat().st_size + 2**20
     )
+
+
+def test_a_file_is_written_and_hashed_whole_however_little_the_system_takes_at_once(tmp_path: Path) -> None:
+    class Slow(FileIO):
+        def write(self, chunk: Any) -> int:
+            return super().write(bytes(chunk[:3]))
+
+    with Slow(str(tmp_path / "f"), "w") as stream:
+        file = _HashedFile(stream, _Storage(tmp_path / "f"))
+        for chunk in (b"0123456789", memoryview(b"abcd")):
+            file.write(chunk)
+    content = (tmp_path / "f").read_bytes()
+    assert (content, file.size_bytes) == (b"0123456789abcd", 14)
+    assert file.sha256.hexdigest() == hashlib.sha256(content).hexdigest()
 
 
 def test_a_disk_with_just_enough_space_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
