@@ -1,9 +1,13 @@
 """RuntimeConfig: what is refused, in one error and in the words of whoever wrote it."""
 
+from itertools import combinations
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.frozen import MAX_INT32
 from dflash_trt.core.runtime_config import RuntimeConfig, option_of
 
 
@@ -67,6 +71,91 @@ def test_a_wrong_setting_is_refused_with_what_was_expected(fields, said) -> None
     with pytest.raises(ConfigError) as error:
         RuntimeConfig(**fields)
     assert said in str(error.value)
+
+
+def test_the_defaults_are_those_of_the_documents() -> None:
+    assert RuntimeConfig().model_dump(exclude_none=True) == {
+        "device": "auto",
+        "use_drafter": True,
+        "adaptive_draft_length": False,
+        "enable_prefix_caching": True,
+        "deterministic": False,
+    }
+    assert [RuntimeConfig(num_draft_tokens=k).max_draft_tokens for k in (None, 0, 5)] == [0, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [
+        ("num_draft_tokens", 0, MAX_INT32),
+        ("draft_window", 1, MAX_INT32),
+        ("num_state_snapshots", 0, MAX_INT32),
+        ("num_threads", 1, MAX_INT32),
+        ("max_queue_len", 1, MAX_INT32),
+        ("kv_cache_bytes", 1, None),
+        ("seed", 0, None),
+    ],
+)
+def test_a_setting_may_reach_its_bounds_and_no_further(name: str, lowest: int, highest: int | None) -> None:
+    for value in (lowest, 2**62 if highest is None else highest):
+        assert getattr(RuntimeConfig(**{name: value}), name) == value
+    for value in (lowest - 1, *([] if highest is None else [highest + 1])):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer of {lowest} or more, found {value}"):
+            RuntimeConfig(**{name: value})
+    assert RuntimeConfig(kv_cache_free_memory_fraction=1.0).kv_cache_free_memory_fraction == 1.0
+
+
+CHANGES = {
+    "kv_cache_bytes": 1,
+    "kv_cache_free_memory_fraction": 0.5,
+    "enable_prefix_caching": False,
+    "num_state_snapshots": 2,
+    "use_drafter": False,
+    "num_draft_tokens": 2,
+    "adaptive_draft_length": True,
+    "draft_length": {1: 3},
+    "draft_length_by_context": {9: 1},
+    "draft_window": 9,
+}
+EXCLUSIVE = {
+    ("kv_cache_bytes", "kv_cache_free_memory_fraction"),
+    ("enable_prefix_caching", "num_state_snapshots"),
+    *(("use_drafter", name) for name in [*CHANGES][5:]),
+    ("num_draft_tokens", "draft_length"),
+    ("adaptive_draft_length", "draft_length"),
+    ("adaptive_draft_length", "draft_length_by_context"),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [*combinations(CHANGES, 2)])
+def test_settings_exclude_those_that_contradict_them_and_no_others(first: str, second: str) -> None:
+    fields = {name: CHANGES[name] for name in (first, second)}
+    if (first, second) not in EXCLUSIVE:
+        config = RuntimeConfig(**fields)
+        assert config.without_drafter().use_drafter is False
+        return
+    with pytest.raises(ConfigError, match="are mutually exclusive"):
+        RuntimeConfig(**fields)
+
+
+def test_a_config_without_its_drafter_keeps_what_does_not_need_one() -> None:
+    config = RuntimeConfig(num_threads=3, kv_cache_bytes=5, num_draft_tokens=2, draft_window=9, max_queue_len=4)
+    expected = RuntimeConfig(num_threads=3, kv_cache_bytes=5, use_drafter=False, max_queue_len=4)
+    assert config.without_drafter() == expected
+    assert config.replaced() is config and config.replaced(seed=1).seed == 1
+
+
+def test_a_path_and_a_size_are_read_from_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RuntimeConfig(plugin_library="a/lib.so", kv_cache_bytes="1.5GiB")
+    assert (config.plugin_library, config.kv_cache_bytes) == (str(tmp_path / "a/lib.so"), 3 << 29)
+    assert RuntimeConfig(plugin_library=tmp_path, kv_cache_bytes="2GB").kv_cache_bytes == 2 * 10**9
+    for fields, said in (
+        ({"plugin_library": ""}, "a path"),
+        ({"kv_cache_bytes": "lots"}, "a number of bytes, such as"),
+    ):
+        with pytest.raises(ConfigError, match=f"expected {said}"):
+            RuntimeConfig(**fields)
 
 
 def test_all_wrong_settings_are_in_one_error() -> None:

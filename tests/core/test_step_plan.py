@@ -1,15 +1,18 @@
 """A step in parts: together they are the whole, whatever a plan has."""
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
 from dflash_trt.core.logprobs import PromptRows
-from dflash_trt.core.step_plan import StateCopies, StepPlan, TokenMasks
+from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StateCopies, StepPlan, StepResult, TokenMasks
 
 K = 2
 
@@ -77,3 +80,44 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
         for kind, found in (("restore", plan.restores), ("save", plan.saves))
         for copy in zip(found.slots.tolist(), found.snapshots.tolist(), strict=True)
     )
+
+
+def test_limits_leave_room_for_a_row_behind_the_last_token() -> None:
+    limits = ExecutorLimits(
+        max_batch_size=2,
+        max_seq_len=30,
+        max_num_tokens=8,
+        max_draft_len=3,
+        page_size=4,
+        num_pages=50,
+        page_windows=(PageWindow(5, 6), PageWindow(9, 7)),
+    )
+    assert (limits.max_positions, limits.max_pages) == (33, 9)
+    assert (limits.num_page_groups, limits.table_width) == (3, 27)
+    assert [window.blank_page for window in limits.page_windows] == [6, 7]
+    assert (limits.num_choices, limits.num_snapshots, limits.unsupported_sampling) == (0, None, frozenset())
+
+
+def test_a_finished_step_has_the_time_that_it_ran() -> None:
+    step = FinishedStep(lambda: time.sleep(0.05) or RESULT)  # type: ignore[func-returns-value]
+    assert step.result() is RESULT and 0.05 <= step.elapsed_s < 5
+
+
+RESULT = StepResult(
+    emitted_tokens=np.zeros((1, 1)),
+    emitted_logprobs=np.zeros((1, 1)),
+    num_accepted=np.zeros(1),
+    next_context_lens=np.zeros(1),
+    draft_tokens=np.zeros((1, 0)),
+)
+
+
+@pytest.mark.parametrize(("num_top_logprobs", "has_prompt"), [(0, False), (1, False), (0, True)])
+def test_a_plan_says_if_it_wants_more_than_the_emitted_tokens(num_top_logprobs: int, has_prompt: bool) -> None:
+    row = ScheduledRequest(
+        request_id="r", token_ids=(1,), context_len=0, num_candidates=0, page_ids=(0,), sampling=StepSampling()
+    )
+    plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=0))
+    prompts = PromptRows(token_rows=np.zeros(1, int), next_tokens=np.zeros(1, int), num_top_logprobs=0)
+    plan = replace(plan, num_top_logprobs=num_top_logprobs, prompt_rows=prompts if has_prompt else None)
+    assert plan.has_logprobs == (num_top_logprobs > 0 or has_prompt)

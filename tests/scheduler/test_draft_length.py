@@ -28,6 +28,13 @@ def test_a_schedule_holds_from_its_batch_size_on() -> None:
     assert [policy.choose(n) for n in (0, 1, 7, 8, 31, 32, 500)] == [7, 7, 7, 3, 3, 0, 0]
 
 
+def test_a_policy_names_every_length_for_which_a_gpu_prepares() -> None:
+    assert FixedDraftLength(4).lengths == (4,)
+    assert BatchSizeDraftLength({1: 7, 8: 3, 32: 0, 64: 3}).lengths == (0, 3, 7)
+    assert AdaptiveDraftLength(7).lengths == (0, 1, 2, 3, 4, 6, 7)
+    assert AdaptiveDraftLength(7, lengths=[5, 2, 5]).lengths == (2, 5)
+
+
 @pytest.mark.parametrize("lengths", [{}, {2: 3}, {0: 1, 1: 2}, {1: -1}])
 def test_a_schedule_with_a_gap_or_a_negative_length_is_refused(lengths: dict[int, int]) -> None:
     with pytest.raises(ConfigError):

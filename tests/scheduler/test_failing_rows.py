@@ -99,6 +99,21 @@ def test_a_request_of_any_length_ends_by_it_or_by_the_logits_whichever_comes_fir
         assert driver.tokens["bad"] == expected_tokens(driver.executor, request)[:7]
 
 
+@pytest.mark.parametrize("draft_rule", [always_wrong, MOSTLY_RIGHT, always_right])
+def test_logits_that_are_not_finite_end_a_request_that_was_sent_back_meanwhile(draft_rule: Any) -> None:
+    for num_steps in range(8):
+        driver = overflowing_driver(draft_rule)
+        request = make_request("bad", (7, 8, 1), max_new_tokens=20)
+        driver.add(request)
+        for _ in range(num_steps):
+            driver.step()
+        driver.leave_in_flight(lambda ids, driver=driver: driver.scheduler.preempt("bad"))
+        assert not driver.scheduler.has_work or num_steps < 7, "it is not computed again"
+        driver.run()
+        assert driver.finish_reasons == {"bad": "error"}
+        assert driver.tokens["bad"] == expected_tokens(driver.executor, request)[:7]
+
+
 def test_a_block_without_a_bonus_is_in_no_count_of_acceptance() -> None:
     driver = overflowing_driver()
     driver.add(make_request("bad"))

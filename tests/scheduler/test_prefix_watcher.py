@@ -7,14 +7,15 @@ from dflash_trt.scheduler.prefix_tree import PrefixNode
 
 
 class Mirror:
-    """The cache as a router sees it: the tokens from the start to each page."""
+    """The cache as a router sees it: the salt, and the tokens from the start to each page."""
 
     def __init__(self) -> None:
-        self.prefixes: dict[int, tuple[int, ...]] = {}
+        self.prefixes: dict[int, tuple[str | int, ...]] = {}
 
     def stored(self, page_id: int, parent_page_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
         assert page_id not in self.prefixes
-        before = () if parent_page_id is None else self.prefixes[parent_page_id]
+        before = (salt,) if parent_page_id is None else self.prefixes[parent_page_id]
+        assert before[0] == salt
         self.prefixes[page_id] = (*before, *token_ids)
 
     def removed(self, page_id: int) -> None:
@@ -31,15 +32,17 @@ def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use() -> None:
     store.watch(mirror)
     for _ in range(400):
         tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
-        path = store.match([*tokens, 9], salt="")
+        salt = dice.choice(["", "other"])
+        path = store.match([*tokens, 9], salt=salt)
         held = store.hold(path)
         node = path[-1] if path else None
         for start in range(2 * len(path), len(tokens), 2):
             (page_id,) = store.allocate(1)
-            node = store.keep(node, tokens[start : start + 2], page_id, salt="")
+            node = store.keep(node, tokens[start : start + 2], page_id, salt=salt)
             assert node is not None
             held.append(node.page_id)
-        assert mirror.prefixes[held[-1]] == tuple(tokens) == path_tokens(node)
+        assert mirror.prefixes[held[-1]] == (salt, *tokens)
+        assert path_tokens(node) == tuple(tokens)
         store.release(held)
         store.check_integrity([])
         assert len(mirror.prefixes) == store.num_kept

@@ -24,6 +24,14 @@ def test_a_request_that_can_never_run_is_refused(prompt: Sequence[int], num_page
     assert not driver.scheduler.has_work
 
 
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(63, 20), (11, 3)])
+def test_the_longest_prompt_leaves_room_for_one_token(num_tokens: int, num_pages: int) -> None:
+    driver = make_driver(make_limits(num_pages=num_pages))
+    driver.add(make_request("r", range(num_tokens)))
+    driver.run()
+    assert (len(driver.tokens["r"]), driver.finish_reasons["r"]) == (1, "length")
+
+
 def test_sampling_that_the_executor_has_not_is_refused_by_name() -> None:
     driver = make_driver(limits=make_limits(unsupported_sampling=frozenset({"top_p", "min_p"})))
     with pytest.raises(RequestError, match="2 problems") as refused:
@@ -126,21 +134,36 @@ def test_a_new_request_may_take_the_id_of_one_cancelled_in_flight() -> None:
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
 
 
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["prompt", "step that repeats"])
 @pytest.mark.parametrize(
-    ("field", "change"),
-    [("num_accepted", 1), ("num_accepted", -1), ("next_context_lens", 1), ("next_context_lens", -1)],
+    "changes",
+    [
+        {"num_accepted": 1},
+        {"num_accepted": -1},
+        {"next_context_lens": 1},
+        {"next_context_lens": -1},
+        {"num_accepted": 1, "next_context_lens": 1},
+        {"num_accepted": -6, "next_context_lens": -6},
+    ],
 )
-def test_a_result_that_breaks_the_contract_fails_its_request_only(field: str, change: int) -> None:
-    driver = make_driver()
-    for name in ("bad", "good"):
-        driver.add(make_request(name))
+def test_a_result_that_breaks_the_contract_fails_its_request_only(changes: dict[str, int], is_repeated: bool) -> None:
+    driver = make_driver(make_limits(max_seq_len=200, num_pages=100))
+    driver.add(make_request("bad", range(8), max_new_tokens=100))
+    driver.add(make_request("good", max_new_tokens=100))
+    for _ in range(4 if is_repeated else 0):
+        driver.step()
+    kept = driver.scheduler.statistics().num_pages_kept_now
     step = driver.scheduler.plan()
+    assert (step.planned.steady is not None) == is_repeated
     result = driver.executor.submit(step.plan).result()
-    getattr(result, field)[0] += change
+    for field, change in changes.items():
+        getattr(result, field)[0] += change
     bad, good = driver.scheduler.commit(step, result)
     driver.scheduler.check_integrity()
     assert bad.finish_reason == "error" and "expected a result that follows the step contract" in str(bad.error)
-    assert good.finish_reason is None and good.token_ids
+    assert bad.token_ids == () and good.finish_reason is None and good.token_ids
+    num_of_good = len(driver.tokens.get("good", ())) + len(good.token_ids) + 2  # its last token has no K/V yet
+    assert driver.scheduler.statistics().num_pages_kept_now <= kept + num_of_good // 4, "nobody shares its pages"
 
 
 def test_a_paused_request_gives_its_place_away_and_goes_on_with_the_same_tokens() -> None:

@@ -75,6 +75,10 @@ def test_a_preempted_request_finds_what_it_computed() -> None:
     driver.scheduler.preempt("r")
     driver.step()
     assert driver.executor.batches[-1].requests[0].context_len == 12
+    statistics = driver.scheduler.statistics()
+    assert (statistics.num_admitted_prompt_tokens, statistics.num_prefix_hit_tokens) == (12, 0), (
+        "of its first admission"
+    )
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
 
@@ -89,6 +93,28 @@ def test_another_sample_begins_as_soon_as_the_pages_that_it_can_share_are_there(
     driver.step()
     rows = [[(row.request_id, row.context_len) for row in batch.requests] for batch in driver.executor.batches]
     assert rows == [[("first", 0)], [("first", 6), ("second", 4)]]
+
+
+def test_samples_do_not_wait_for_a_prompt_that_they_cannot_share() -> None:
+    driver = make_driver(enable_prefix_caching=False)
+    first = make_request("first", range(8))
+    driver.add(first)
+    driver.add(replace(first, request_id="second", shares_prompt_of="first"))
+    driver.step()
+    assert [row.request_id for row in driver.executor.batches[0].requests] == ["first", "second"]
+
+
+def test_what_was_accepted_after_a_stop_token_is_no_part_of_a_prefix() -> None:
+    """The slot has zeros there, but the page has the K/V of the drafts."""
+    driver = make_driver()
+    plain = driver.executor.target.generate((1, 2, 3), 2)
+    driver.add(make_request("stops", max_new_tokens=50, stop_token_ids=[plain[1]]))
+    driver.run()
+    assert driver.events[-1].num_accepted == 5 and driver.tokens["stops"] == plain
+    request = make_request("next", [1, 2, 3, *plain, 0, 0, 0, 9])
+    driver.add(request)
+    driver.run()
+    assert driver.tokens["next"] == expected_tokens(driver.executor, request)
 
 
 # Statistics and settings

@@ -254,6 +254,23 @@ def test_a_request_of_higher_priority_pushes_out_the_least_important_one_only() 
     assert request_ids(driver)[-1] == ["middle", "high"]
 
 
+@pytest.mark.parametrize("preempts", [True, False])
+def test_steps_stop_repeating_for_a_request_that_may_push_out_the_last_one(preempts: bool) -> None:
+    limits = make_limits(max_batch_size=2, max_seq_len=200, num_pages=100)
+    driver = make_driver(limits, preempts_for_priority=preempts)
+    for name, priority in (("high", 2), ("low", 0)):
+        driver.add(make_request(name, priority=priority, max_new_tokens=150))
+    for _ in range(4):
+        driver.step()
+    before = driver.scheduler.plan()
+    driver.scheduler.commit(before, driver.executor.submit(before.plan).result())
+    driver.add(make_request("middle", priority=1))
+    step = driver.scheduler.plan()
+    assert (step.plan.rows is before.plan.rows) != preempts, "it repeats where nobody may be sent back"
+    names = [sequence.request_id for sequence in step.sequences]
+    assert names == ["high", "middle" if preempts else "low"]
+
+
 def test_pages_of_lower_priority_make_room_for_a_request_of_higher_priority() -> None:
     driver = make_driver(make_limits(num_pages=5), draft_rule=always_wrong, enable_prefix_caching=False)
     driver.add(make_request("low", range(12), max_new_tokens=5))

@@ -144,6 +144,17 @@ def test_the_prompt_that_a_window_has_passed_is_found_before_its_events_are_told
     assert statistics["second"].num_prefix_hit_tokens == 12
 
 
+def test_pages_of_all_groups_with_windows_are_counted_apart_from_others() -> None:
+    driver = make_driver(make_limits(page_windows=(PageWindow(9, 12), PageWindow(20, 15))))
+    driver.add(make_request("one", PROMPT, max_new_tokens=20))
+    for _ in range(3):
+        driver.step()
+    statistics = driver.scheduler.statistics()
+    held = [window.num_in_use for window in driver.scheduler._request_pool.store.windows]
+    assert statistics.num_window_pages == 12 + 15 and 0 < held[0] < held[1]
+    assert statistics.num_window_pages_in_use_now == driver.scheduler.num_window_pages_in_use == sum(held)
+
+
 def test_a_group_that_holds_no_request_is_refused() -> None:
     with pytest.raises(CapacityError, match="pages of window 9: expected at least 6, for one request, found 5"):
         Scheduler(windowed(5))
