@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.batch import (
@@ -23,6 +23,7 @@ K, PAGE_SIZE, MAX_PAGES = 4, 3, 12
 WINDOWS = (1, 4, 9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 25), st.integers(1, 8)), min_size=1, max_size=5))
 def test_a_plan_of_rows_is_those_rows_also_in_groups_with_windows(places: list[tuple[int, int]]) -> None:
     rows = []

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
@@ -48,6 +48,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     )
 
 
+@settings(deadline=None)
 @given(plans(), st.data())
 def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -> None:
     num_rows = plan.rows.num_requests

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.backends.padding import decode_shape, exact_shape, full_block_shape
@@ -164,6 +164,7 @@ ROOMY = ExecutorLimits(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(batches, min_size=1, max_size=4))
 @example(
     [one_row(12), one_row(4), StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0)]
@@ -180,6 +181,7 @@ def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequ
         assert same(step_inputs(batch), expected)
 
 
+@settings(deadline=None)
 @given(batches, st.data())
 def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatch, data: st.DataObject) -> None:
     """Any rows of a step, each verifying any number of the drafts that the step before stored to its slot."""
@@ -247,6 +249,7 @@ def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
 
 
 @pytest.mark.parametrize("scratch_page", [None, 9])
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=6))
 def test_rows_that_repeat_are_padded_to_whatever_size_is_next(
     scratch_page: int | None, steps: list[tuple[int, int]]

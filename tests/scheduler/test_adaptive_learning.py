@@ -107,6 +107,40 @@ def test_a_machine_that_slows_down_is_noticed_before_the_medians_are() -> None:
     assert slow is not None and slow > 0.013
 
 
+def test_the_age_of_a_measurement_counts_all_steps_since_it() -> None:
+    costs = StepCosts()
+    for count, age in ((1, None), (2, None), (3, 0), (4, 0)):
+        costs.add(4, 2, 0.01, num_prefill_tokens=0, is_steady=True)
+        assert costs.age(4, 2) == age, count
+    costs.add(4, 2, 0.01, num_prefill_tokens=0, is_steady=False)
+    costs.add(4, 3, 0.01, num_prefill_tokens=0, is_steady=True)
+    costs.add(0, 2, 0.01, num_prefill_tokens=9, is_steady=True)
+    assert (costs.age(4, 2), costs.age(4, 3), costs.age(8, 2), costs.age(0, 2)) == (3, None, None, None)
+
+
+def test_a_length_is_known_nearby_from_half_to_twice_as_many_requests() -> None:
+    costs = costs_of({(16, 2): 0.01})
+    known = [num_decoding for num_decoding in range(1, 64) if costs.is_known_nearby(num_decoding, 2)]
+    assert (known[0], known[-1], len(known)) == (8, 34, 27)
+    assert not costs.is_known_nearby(16, 3)
+
+
+def test_a_step_whose_larger_part_computes_prompts_tells_nothing_of_its_drafts() -> None:
+    costs = costs_of({(4, 0): 0.010, (16, 0): 0.012}, count=40)
+    for _ in range(40):
+        costs.add(0, 0, 0.004, num_prefill_tokens=256, is_steady=True)
+    before = costs.estimate(4, 0)
+    for _ in range(20):
+        costs.add(4, 0, 0.030, num_prefill_tokens=2048, is_steady=True)
+    assert costs.estimate(4, 0) == pytest.approx(before, rel=0.02)
+
+
+def test_without_requests_that_decode_k_stays() -> None:
+    policy = AdaptiveDraftLength(7)
+    assert [policy.choose(0) for _ in range(9)] == [3] * 9
+    assert AdaptiveDraftLength(2).choose(0) == 2 and AdaptiveDraftLength(9, lengths=[5, 8]).choose(0) == 5
+
+
 def test_a_length_is_never_taken_to_cost_more_than_a_longer_one_was_measured_to() -> None:
     """What a small batch costs would say so."""
     bounded = costs_of({(1, 2): 0.1, (4, 6): 0.01}).estimate(4, 2)

@@ -271,8 +271,9 @@ def test_adaptive_takes_up_drafting_again_when_drafts_become_good() -> None:
     assert device.run(policy, [1] * 500) > 0.9 * best_tokens_per_second(gpu_cost_s, 0.9, 1, 7)
 
 
-def test_probes_stay_within_their_share() -> None:
-    policy = AdaptiveDraftLength(7, max_probe_fraction=0.02)
+@pytest.mark.parametrize("options", [{}, {"max_probe_fraction": 0.02}])
+def test_probes_stay_within_their_share(options: dict[str, float]) -> None:
+    policy = AdaptiveDraftLength(7, **options)
     chosen = []
     device = Device(gpu_cost_s, 0.05)
     for _ in range(2000):

@@ -228,6 +228,18 @@ def test_pages_of_a_lost_device_are_found_by_nobody() -> None:
     assert (statistics.num_pages_kept_now, statistics.num_finished) == (0, {"error": 2})
 
 
+def test_steps_of_a_lost_device_are_forgotten_and_those_who_wait_run_on_the_next() -> None:
+    driver = make_driver(make_limits(max_batch_size=1))
+    requests = [make_request(name, range(12)) for name in ("runs", "waits")]
+    for request in requests:
+        driver.add(request)
+    assert [len(driver.scheduler.plan().sequences) for _ in range(2)] == [1, 1]
+    (failed,) = driver.scheduler.lose_device("gone")
+    assert (failed.request_id, failed.finish_reason, failed.error) == ("runs", "error", "gone")
+    driver.run()
+    assert driver.tokens["waits"] == expected_tokens(driver.executor, requests[1])
+
+
 # Order
 
 

@@ -1,0 +1,151 @@
+"""What opening an engine decides of a config, and what it hands on to the backend."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.backends.base import backend_of
+from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor import opening, threads
+from dflash_trt.executor.opening import checked_draft_length, max_draft_len, open_executor, resolved_config
+from tests.engine_dir.building import build
+from tests.factories import make_target, make_zlab_drafter
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("engines")
+    target = make_target(root / "target", tokenizer=False)
+    make_zlab_drafter(root / "drafter", target_dir=target, block_size=K + 1)
+    make_target(root / "recurrent target", family="qwen3_5_text", tokenizer=False)
+    build(root, root / "pair", drafter="drafter", max_seq_len=64)
+    build(root, root / "alone", max_seq_len=64)
+    build(root, root / "recurrent", target="recurrent target", max_seq_len=64)
+    return root
+
+
+@pytest.fixture
+def pair(root: Path) -> EngineDir:
+    return EngineDir.open(root / "pair")
+
+
+def changed(engine: EngineDir, **fields: Any) -> EngineDir:
+    """An engine of another backend, or for other ranks."""
+    models = engine.manifest.pretrained_config.model_copy(update={"mapping": fields.pop("mapping", Mapping())})
+    return replace(engine, manifest=engine.manifest.model_copy(update={"pretrained_config": models, **fields}))
+
+
+def test_what_is_left_open_is_decided_by_engine_and_machine(
+    pair: EngineDir, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 16)
+    config = resolved_config(pair, RuntimeConfig(device="cpu"))
+    assert (config.device, config.overlap_scheduling, config.num_threads) == ("cpu", False, 8)
+    assert (config.num_draft_tokens, config.max_draft_tokens, config.enable_prefix_caching) == (K, K, True)
+    two = resolved_config(changed(pair, mapping=Mapping(world_size=2, tp_size=2)), RuntimeConfig(device="cpu"))
+    assert two.num_threads == 4, "ranks divide the cores"
+    alone = resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu"))
+    assert (alone.num_draft_tokens, max_draft_len(EngineDir.open(root / "alone"))) == (0, 0)
+
+
+def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
+    given = {"device": "cpu", "overlap_scheduling": True, "num_threads": 3, "enable_prefix_caching": False, "seed": 5}
+    for drafting in ({"num_draft_tokens": 2}, {"use_drafter": False}, {"draft_length": {1: 3, 8: 0}}):
+        config = RuntimeConfig(**given, **drafting)
+        assert resolved_config(pair, config) == config
+    recurrent = EngineDir.open(root / "recurrent")
+    assert resolved_config(recurrent, RuntimeConfig(device="cpu")).enable_prefix_caching, "through snapshots"
+    config = resolved_config(recurrent, RuntimeConfig(device="cpu", num_state_snapshots=2, deterministic=True))
+    assert (config.num_state_snapshots, config.deterministic) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        *(
+            ("alone", fields, "an engine with a drafter, found one without")
+            for fields in (
+                {"num_draft_tokens": 1},
+                {"adaptive_draft_length": True},
+                {"draft_length": {1: 1}},
+                {"draft_length_by_context": {9: 1}},
+                {"draft_window": 9},
+            )
+        ),
+        *(
+            ("pair", fields, f"0 to {K}, this engine's max_draft_len, found {K + 1}")
+            for fields in (
+                {"num_draft_tokens": K + 1},
+                {"draft_length": {1: 1, 2: K + 1}},
+                {"draft_length_by_context": {9: K + 1}},
+            )
+        ),
+        ("pair", {"num_state_snapshots": 1}, "a target with recurrent layers, found one whose layers all attend"),
+        ("pair", {"plugin_library": "p.so"}, "an engine with TensorRT plugins, found one of backend torch"),
+        ("tensorrt", {"draft_window": 9}, "an engine of backend torch, found a TensorRT engine"),
+        ("tensorrt", {"deterministic": True}, "an engine of backend torch, found a TensorRT engine"),
+        ("tensorrt", {"device": "cpu"}, "a GPU, for a TensorRT engine, found cpu"),
+        ("tensorrt recurrent", {"num_state_snapshots": 1}, "an engine of backend torch, found one of backend tensorrt"),
+    ],
+)
+def test_a_setting_that_the_engine_cannot_have_is_refused_by_its_name(
+    root: Path, name: str, fields: dict[str, Any], expected: str
+) -> None:
+    kind, *of = name.split()
+    engine = EngineDir.open(root / ((*of, "pair")[0] if kind == "tensorrt" else kind))
+    if kind == "tensorrt":
+        engine = changed(engine, backend="tensorrt")
+    device = {} if kind == "tensorrt" else {"device": "cpu"}
+    with pytest.raises(SettingError, match=f"^{next(iter(fields))}: expected {expected}") as error:
+        resolved_config(engine, RuntimeConfig(**(device | fields)))
+    assert error.value.name == next(iter(fields))
+
+
+def test_settings_at_their_limits_are_taken(pair: EngineDir, root: Path) -> None:
+    for fields in ({"num_draft_tokens": K}, {"num_draft_tokens": 0}, {"draft_length": {1: K}}, {"draft_window": 1}):
+        resolved_config(pair, RuntimeConfig(device="cpu", **fields))
+    resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu", num_draft_tokens=0))
+    resolved_config(pair, RuntimeConfig(device="cpu", num_state_snapshots=0))
+    compiled = changed(EngineDir.open(root / "recurrent"), backend="tensorrt")
+    config = resolved_config(compiled, RuntimeConfig())
+    assert (config.device, config.overlap_scheduling, config.enable_prefix_caching) == ("cuda", True, False)
+    assert [checked_draft_length(given, 5) for given in (None, 0, 5)] == [5, 0, 5]
+
+
+def test_a_recurrent_target_is_deterministic_on_a_cpu_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_runs_on_gpu", lambda device: device != "cpu")
+    engine = EngineDir.open(root / "recurrent")
+    assert resolved_config(engine, RuntimeConfig(device="cpu", deterministic=True)).deterministic
+    with pytest.raises(SettingError, match=r"deterministic: .*found gated delta nets on device cuda"):
+        resolved_config(engine, RuntimeConfig(deterministic=True))
+    assert resolved_config(EngineDir.open(root / "pair"), RuntimeConfig(deterministic=True)).device == "cuda"
+
+
+def test_the_backend_gets_the_resolved_config_the_window_and_the_lengths(
+    pair: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        type(backend_of("torch")), "open", lambda backend, *given, **named: calls.append((*given, named))
+    )
+    open_executor(pair, RuntimeConfig(device="cpu", num_threads=1, draft_window=9), draft_lens=(0, 2))
+    [(engine, config, named)] = calls
+    assert config == resolved_config(pair, RuntimeConfig(device="cpu", num_threads=1, draft_window=9))
+    assert named == {"draft_lens": (0, 2)}
+    assert {gqa.mask.window for gqa in engine.manifest.draft.attentions} == {9}
+
+
+def test_a_budget_too_small_is_refused_before_anything_is_loaded(
+    pair: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(backend_of("torch")), "open", lambda *given, **named: pytest.fail("loaded"))
+    with pytest.raises(CapacityError, match="K/V pages: expected room for one sequence"):
+        open_executor(pair, RuntimeConfig(device="cpu", kv_cache_bytes=100))
