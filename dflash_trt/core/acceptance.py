@@ -30,7 +30,7 @@ def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> floa
 
 def accepted_fractions(outputs: Sequence[GenerationOutput]) -> tuple[float, ...]:
     """Fraction of the steps verifying draft i (from 0) that accepted it, and so every draft before it."""
-    steps = [event for output in outputs for event in output.steps if event.num_candidates]
+    steps = [event for output in outputs for event in output.steps]
     max_candidates = max((event.num_candidates for event in steps), default=0)
     verified = [sum(event.num_candidates > i for event in steps) for i in range(max_candidates)]
     accepted = [sum(event.num_accepted > i for event in steps) for i in range(max_candidates)]

@@ -51,4 +51,12 @@ def test_the_harness_counts_every_step_with_a_token_and_weighs_requests_alike() 
 
 def test_the_time_between_tokens_leaves_the_first_one_out() -> None:
     assert output(num_tokens=4).inter_token_latency_s == 1.0
+    assert output(num_tokens=2).inter_token_latency_s == 3.0
     assert output(num_tokens=1).inter_token_latency_s is None
+
+
+def test_the_first_sample_of_a_prompt_holds_the_others() -> None:
+    first, second = output(), output(num_tokens=5)
+    assert first.samples == (first,) and first.sample_index == 0
+    both = replace(first, other_samples=(second,))
+    assert both.samples == (both, second)

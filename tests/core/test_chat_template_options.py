@@ -12,11 +12,11 @@ def test_a_value_is_json_where_it_can_be_and_text_otherwise() -> None:
 
 
 def test_what_looks_like_json_or_python_is_not_taken_for_text() -> None:
-    words = ["a=False", "b=NONE", "c={", 'd="', "e", "=f", "tokenize=1", "right=true"]
+    words = ["a=False", "b=NONE", "c={", 'd="', "e", "=f", "g=[NaN]", "tokenize=1", "right=true"]
     with pytest.raises(ConfigError) as error:
         options_from_words(words, flag="--option")
     message = str(error.value)
-    for word in words[:6]:
+    for word in words[:7]:
         assert f"--option: expected NAME=VALUE, where VALUE is JSON or text, found {word!r}" in message
     assert "found tokenize, decided by the engine" in message
     assert "right" not in message

@@ -39,6 +39,7 @@ def test_names_are_found_whatever_their_case() -> None:
     [
         "/models/Qwen3-8B-DFlash-b16",
         "/models/z-lab/Qwen3-8B-DFlash-b16",
+        "/models--other--x/hub/models--z-lab--Qwen3-8B-DFlash-b16/snapshots/0",
         "/cache/hub/models--z-lab--Qwen3-8B-DFlash-b16/snapshots/0a2da2366b9bf74a014fc9b648dfc2615dacbfb7",
     ],
 )

@@ -12,7 +12,7 @@ from dflash_trt.core.limited_process import LimitedProcesses, ProcessEndedError
 from dflash_trt.core.limited_worker import MAX_MEMORY_BYTES
 
 PROGRAM = """
-import os, sys, time
+import os, resource, sys, time
 from dflash_trt.core.limited_worker import serve
 
 def answer(request):
@@ -25,6 +25,8 @@ def answer(request):
         os.kill(os.getpid(), int(number))
     if word == b"allocate":
         return str(len(bytearray(int(number)))).encode()
+    if word == b"core":
+        return str(resource.getrlimit(resource.RLIMIT_CORE)).encode()
     if word == b"arguments":
         return " ".join(sys.argv[3:]).encode()
     print("of nobody's result")
@@ -48,6 +50,7 @@ def test_a_process_stays_and_has_its_arguments(processes: LimitedProcesses) -> N
     first = processes.ask(b"id")
     assert processes.ask(b"id") == first and int(first) != os.getpid()
     assert processes.ask(b"arguments") == b"one two"
+    assert processes.ask(b"core") == b"(0, 0)", "a crash fills no disk"
     time.sleep(1.2 * LIMIT_S)  # the limit is one of requests
     assert processes.ask(b"id") == first
 

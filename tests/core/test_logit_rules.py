@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.errors import RequestError
-from dflash_trt.core.logit_rules import ANY_TOKEN, MAX_BAD_WORD_TOKENS, MAX_BIASES, LogitRules, RuledSlots, SlotUpdate
+from dflash_trt.core.logit_rules import (
+    ANY_TOKEN,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BIASES,
+    LogitRules,
+    RuledSlots,
+    SlotUpdate,
+    rules_bytes,
+)
 from dflash_trt.core.request import Request
 from dflash_trt.core.sampling import SamplingParams
 from dflash_trt.core.sampling_limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
@@ -41,6 +49,43 @@ def test_too_many_biases_and_too_long_words_are_refused_in_one_error() -> None:
         LogitRules.of(make_request(bad=(long_word,), min_tokens=1, stop=range(MAX_BIASES)))
     assert f"at most {MAX_BIASES} together, found {MAX_BIASES + 1}" in str(refused.value)
     assert f"at most {MAX_BAD_WORD_TOKENS} tokens in a word, found {len(long_word)}" in str(refused.value)
+
+
+def test_as_many_biases_and_as_long_words_as_are_allowed_are_taken() -> None:
+    word = tuple(range(MAX_BAD_WORD_TOKENS))
+    rules = LogitRules.of(make_request(bad=(word,), min_tokens=1, stop=range(MAX_BIASES - 1)))
+    assert rules is not None and rules.prefixes.shape == (MAX_BIASES, MAX_BAD_WORD_TOKENS - 1)
+
+
+def test_each_penalty_is_its_own() -> None:
+    fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    rules = LogitRules.of(make_request(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.75))
+    assert [getattr(rules, name) for name in fields] == [1.5, 0.25, -0.75]
+    assert rules is not None and rules.has_penalties and rules.num_prompt_tokens == 3
+    for name in fields:
+        found = LogitRules.of(make_request(**{name: 0.5}))
+        assert found is not None and found.has_penalties
+    assert [LogitRules.of(make_request(**{name: off})) for name, off in zip(fields, (1.0, 0.0, 0.0), strict=True)] == [
+        None
+    ] * 3
+
+
+def test_a_bias_holds_before_its_end_behind_its_prefix() -> None:
+    """At every row of a text: words of one to three tokens, and tokens that stop before the fourth of an answer."""
+    words, text = ((4,), (5, 6), (5, 5, 6)), np.array([5, 5, 6, 5, 5, 5, 6, 0])
+    rules = LogitRules.of(make_request(bad=words, min_tokens=3, stop=(2, 9)))
+    assert rules is not None
+    found = rules.active_biases(text, np.arange(len(text)))
+    for row in range(len(text)):
+        before = text[:row].tolist()
+        of_words = [before[len(before) - len(word) + 1 :] == list(word[:-1]) and row >= len(word) - 1 for word in words]
+        assert found[row].tolist() == [*of_words, row < 6, row < 6], row
+
+
+def test_memory_of_rules_grows_with_slots_and_positions() -> None:
+    assert rules_bytes(6, 100) == 3 * rules_bytes(2, 100)
+    assert rules_bytes(2, 101) - rules_bytes(2, 100) == 2 * 4
+    assert rules_bytes(1, 0) == 4 * (6 + MAX_BIASES * (3 + MAX_BAD_WORD_TOKENS))
 
 
 BIASES = [

@@ -1,6 +1,7 @@
 """What Python callers pass: taken, made plain, or refused by name before it reaches an engine."""
 
 import math
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
@@ -62,6 +63,8 @@ class Unprintable:
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", (True,)),
         ("stop_token_ids", "12"),
+        ("stop_token_ids", b"12"),
+        ("stop_token_ids", np.array(3)),
         ("ignore_eos", 1),
         ("logprobs", "yes"),
         ("logprobs", Unprintable()),
@@ -87,6 +90,9 @@ def test_a_sampling_value_of_a_wrong_kind_is_refused_by_its_name(name: str, valu
         ("cache_salt", None),
         ("seed", 2**63),
         ("sampling", {"temperature": 1.0}),
+        ("is_reproducible", 1),
+        ("sample_index", -1),
+        ("shares_prompt_of", 3),
     ],
 )
 def test_a_request_field_of_a_wrong_kind_is_refused_by_its_name(name: str, value: Any) -> None:
@@ -97,6 +103,32 @@ def test_a_request_field_of_a_wrong_kind_is_refused_by_its_name(name: str, value
 def test_an_integer_with_more_digits_than_python_writes_is_refused_like_any_other() -> None:
     with pytest.raises(RequestError, match=r"sampling seed: .*, found a value of type int"):
         SamplingParams(seed=10**5000)
+
+
+def test_a_wrong_value_is_shown_and_a_long_one_shortened() -> None:
+    for value, shown in (("x" * 78, repr("x" * 78)), ("x" * 79, "'" + "x" * 79 + "...")):
+        with pytest.raises(RequestError) as refused:
+            SamplingParams(temperature=value)  # type: ignore[arg-type]
+        assert str(refused.value).endswith(f"found {shown}.")
+
+
+def test_the_defaults_of_a_request_change_nothing() -> None:
+    assert asdict(request(sampling=SamplingParams(), request_id="a")) == {
+        "request_id": "a",
+        "prompt_token_ids": (1,),
+        "sampling": asdict(SamplingParams()),
+        "stop_token_ids": frozenset(),
+        "bad_word_ids": (),
+        "seed": 0,
+        "is_reproducible": True,
+        "priority": 0,
+        "queue_timeout_s": None,
+        "cache_salt": "",
+        "sample_index": 0,
+        "shares_prompt_of": None,
+        "constraint": None,
+    }
+    assert request(queue_timeout_s=0).queue_timeout_s == 0 and request(queue_timeout_s=math.inf, priority=-5)
 
 
 def test_all_wrong_values_come_in_one_error() -> None:

@@ -50,6 +50,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
         ({"draft_length": 7}, "draft_length: expected pairs SIZE:LENGTH of integers"),
         ({"draft_length": "1:7,x"}, "draft_length: expected pairs SIZE:LENGTH of integers"),
         ({"draft_length": "1:7,1:5"}, "draft_length: expected each size once, found '1:7,1:5'."),
+        ({"draft_length_by_context": {}}, "draft_length_by_context: expected context lengths of 1 or more"),
         ({"draft_length_by_context": {0: 3}}, "draft_length_by_context: expected context lengths of 1 or more"),
         ({"draft_length": {1: 3}, "num_draft_tokens": 3}, "num_draft_tokens and draft_length are mutually exclusive"),
         (
@@ -166,6 +167,18 @@ def test_all_wrong_settings_are_in_one_error() -> None:
         "num_threads:",
         "'sead'",
         "use_drafter=False",
+    ]
+
+
+def test_a_user_of_a_command_reads_the_flags_that_were_typed() -> None:
+    fields = {"num_threads": 0, "use_drafter": False, "num_draft_tokens": 2}
+    flags = {"num_threads": "--num-threads", "use_drafter": "--no-drafter", "num_draft_tokens": "--num-draft-tokens"}
+    with pytest.raises(ConfigError) as error:
+        RuntimeConfig.model_validate(fields, context=flags)
+    assert str(error.value).splitlines() == [
+        "options: 2 problems",
+        "  - --num-threads: expected an integer of 1 or more, found 0.",
+        "  - --no-drafter and --num-draft-tokens are mutually exclusive.",
     ]
 
 

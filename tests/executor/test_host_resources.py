@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from dflash_trt.core.host_resources import available_cores, available_memory_bytes
+from dflash_trt.core.host_resources import available_cores, available_memory_bytes, total_memory_bytes
 from dflash_trt.executor import threads
 
 GIB = 1 << 30
@@ -17,7 +17,7 @@ NO_LIMIT_V1 = "9223372036854771712"
 
 @pytest.fixture(autouse=True)
 def large_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = psutil.virtual_memory()._replace(available=HOST_BYTES)
+    memory = psutil.virtual_memory()._replace(available=HOST_BYTES, total=2 * HOST_BYTES)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(HOST_CORES)), raising=False)
 
@@ -33,6 +33,7 @@ def _tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
 def test_a_host_without_cgroups_has_all_of_itself(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) == HOST_BYTES
     assert available_cores(tmp_path) == HOST_CORES
+    assert total_memory_bytes() == 2 * HOST_BYTES
 
 
 def test_a_pod_of_v2_sees_its_limits_at_the_root_of_the_mount(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening, threads
 from dflash_trt.executor.opening import checked_draft_length, max_draft_len, open_executor, resolved_config
+from dflash_trt.executor.ranks import executor as ranks
 from tests.engine_dir.building import build
 from tests.factories import make_target, make_zlab_drafter
 
@@ -141,6 +142,21 @@ def test_the_backend_gets_the_resolved_config_the_window_and_the_lengths(
     assert config == resolved_config(pair, RuntimeConfig(device="cpu", num_threads=1, draft_window=9))
     assert named == {"draft_lens": (0, 2)}
     assert {gqa.mask.window for gqa in engine.manifest.draft.attentions} == {9}
+
+
+@pytest.mark.parametrize("draft_lens", [None, (0, 2)])
+def test_several_ranks_and_openmp_are_told_what_they_need(
+    pair: EngineDir, monkeypatch: pytest.MonkeyPatch, draft_lens: tuple[int, ...] | None
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(ranks, "open_ranks", lambda *given, **named: calls.append((*given, named)))
+    monkeypatch.setattr(threads, "keep_waits_short", calls.append)
+    two = changed(pair, mapping=Mapping(world_size=2, tp_size=2))
+    given = RuntimeConfig(device="cpu", num_threads=3)
+    open_executor(two, given, draft_lens=draft_lens)
+    assert calls == [(two, resolved_config(two, given), {"draft_lens": draft_lens})]
+    open_executor(pair, RuntimeConfig(device="cpu", num_threads=3, kv_cache_bytes=1 << 20)).close()
+    assert calls[1:] == [3]
 
 
 def test_a_budget_too_small_is_refused_before_anything_is_loaded(

@@ -1,0 +1,190 @@
+"""What rank 0 hands on to its workers and to its own shard; processes that end, hang or are stopped."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.executor.ranks import executor as ranks
+from dflash_trt.executor.ranks import launcher, shard, worker
+from dflash_trt.executor.ranks.launcher import RankWorkers
+from dflash_trt.executor.ranks.messages import OpenShard, Raised, RankGoneError, RankProcess, Stop
+from dflash_trt.executor.ranks.shard import ShardOptions
+
+CPU = RuntimeConfig(device="cpu", num_threads=2)
+
+
+def engine_of(num_ranks: int, *, pp_size: int = 1) -> Any:
+    mapping = Mapping(world_size=num_ranks * pp_size, tp_size=num_ranks, pp_size=pp_size)
+    manifest = SimpleNamespace(pretrained_config=SimpleNamespace(mapping=mapping), backend="torch")
+    return SimpleNamespace(manifest=manifest, path=Path("engine"))
+
+
+def options_of(tmp_path: Path, **config: Any) -> ShardOptions:
+    return ShardOptions(
+        num_ranks=3,
+        store_path=tmp_path / "store",
+        config=RuntimeConfig(**config),
+        timeout_s=3.0,
+        load_timeout_s=70.0,
+        draft_lens=(0, 2),
+    )
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankWorkers]]:
+    """All that are made."""
+    made: list[RankWorkers] = []
+    monkeypatch.setattr(ranks, "RankWorkers", lambda: made.append(RankWorkers()) or made[-1])
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("draft_lens", [None, [0, 3]])
+def test_ranks_open_with_the_limits_and_settings_of_the_engine(
+    workers: list[RankWorkers], monkeypatch: pytest.MonkeyPatch, draft_lens: list[int] | None
+) -> None:
+    monkeypatch.setattr(ranks, "_open", lambda engine, options, workers: options)
+    options: Any = ranks.open_ranks(engine_of(3), CPU, draft_lens=draft_lens)
+    assert (options.num_ranks, options.config, options.draft_lens) == (3, CPU, draft_lens and tuple(draft_lens))
+    assert options.store_path.parent == workers[0].directory and not options.store_path.exists()
+    assert options.timeout_s == ranks.TIMEOUTS_S["cpu"] < options.load_timeout_s
+    assert ranks.TIMEOUTS_S["cpu"] < ranks.TIMEOUTS_S["cuda"], "kernels are compiled in the first steps"
+    assert ranks._FAILURE_TIMEOUT_S < worker.FAILED_ALONE_S, "a worker waits for longer than rank 0 does"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (CapacityError("no room"), CapacityError, "^no room"),
+        (ValueError("a bug"), RankError, "^rank 0 of 1 failed: ValueError: a bug"),
+        (KeyboardInterrupt("now"), KeyboardInterrupt, "^now"),
+    ],
+)
+def test_an_opening_that_fails_leaves_nothing_behind(
+    workers: list[RankWorkers], monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: Any, said: str
+) -> None:
+    def failing(engine: Any, options: ShardOptions, workers: RankWorkers) -> None:
+        assert workers._is_watched.is_set(), "a worker that is stopped ends the opening"
+        raise error
+
+    monkeypatch.setattr(ranks, "_open", failing)
+    with pytest.raises(kind, match=said):
+        ranks.open_ranks(engine_of(2), CPU)
+    assert not workers[0].directory.exists() and not workers[0]._is_watched.is_set()
+
+
+def test_ranks_that_this_machine_cannot_have_are_refused_before_any_starts(
+    workers: list[RankWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineDirError, match="mapping pp_size: expected 1, found 2"):
+        ranks.open_ranks(engine_of(2, pp_size=2), CPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="expected at most 2, the number of GPUs, found 3"):
+        ranks.open_ranks(engine_of(3), RuntimeConfig(device="cuda"))
+    monkeypatch.setattr(ranks.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"expected torch.distributed with NCCL, found none"):
+        ranks.open_ranks(engine_of(2), RuntimeConfig(device="cuda"))
+    monkeypatch.setattr(ranks.distributed, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"expected torch.distributed with gloo, found none"):
+        ranks.open_ranks(engine_of(2), CPU)
+    assert not workers
+
+
+@pytest.mark.parametrize(("device", "of_rank"), [("cpu", "cpu"), ("cuda", "cuda:2")])
+def test_a_rank_joins_on_its_own_device_with_the_limits_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, of_rank: str
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(shard.ProcessRanks, "join", lambda path, **named: (path, named))
+    options = options_of(tmp_path, device=device)
+    assert shard.join(options, 2) == (
+        tmp_path / "store",
+        {"rank": 2, "num_ranks": 3, "device": torch.device(of_rank), "timeout_s": 3.0, "opening_timeout_s": 70.0},
+    )
+    assert calls == ([torch.device("cuda:2")] if device == "cuda" else [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_shard_is_opened_by_the_backend_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    names: list[str] = []
+    backend = SimpleNamespace(open=lambda *given, **named: (*given, named, threading.current_thread()))
+    monkeypatch.setattr(shard, "backend_of", lambda name: names.append(name) or backend)
+    engine, group, options = engine_of(3), object(), options_of(tmp_path, device=device)
+    opened: Any = shard.open_shard(engine, 2, group, options)  # type: ignore[arg-type]
+    assert opened[:3] == (engine, options.config, {"rank": 2, "ranks": group, "draft_lens": (0, 2)})
+    assert names == ["cuda" if device == "cuda" else "torch"]
+    assert (opened[3] is threading.current_thread()) == (device == "cuda")
+
+
+def test_a_worker_opens_the_engine_with_the_window_of_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = SimpleNamespace(with_draft_window=lambda window: ("windowed", window))
+    monkeypatch.setattr(worker.EngineDir, "open", lambda path: opened if path == "dir" else None)
+    order = OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path, draft_window=9))
+    assert worker._engine(order) == ("windowed", 9)
+
+
+def test_a_report_of_a_failure_tells_a_users_mistake_from_a_bug() -> None:
+    group: Any = SimpleNamespace(num_calls=7)
+    users = worker._raised(CapacityError("no room"), None)
+    assert (users.reason, users.num_calls, users.error_class) == ("no room", 0, CapacityError)
+    bug = worker._raised(ZeroDivisionError("bug"), group)
+    assert bug == Raised(
+        reason="ZeroDivisionError: bug", traceback="ZeroDivisionError: bug\n", num_calls=7, error_class=None
+    )
+
+
+class Watched:
+    """A process that is stopped at these looks; none is left after a kill."""
+
+    def __init__(self, rank: int, looks: list[bool], is_over: threading.Event) -> None:
+        self.rank, self.looks, self._is_over = rank, looks, is_over
+        self.reason = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.looks.pop(0) if self.looks else False
+
+    def kill(self, reason: str) -> None:
+        self.reason = reason
+        self._is_over.set()
+
+
+def test_a_process_is_ended_that_was_stopped_for_three_looks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_LOOK_S", 0.01)
+    is_watched, is_over = threading.Event(), threading.Event()
+    is_watched.set()
+    often = Watched(1, [True, True, False] * 4, is_over)
+    long = Watched(2, [False, True, True, False, True, True, True, True], is_over)
+    launcher._end_stopped([often, long], is_watched, is_over)  # type: ignore[list-item]
+    assert len(long.looks) == 1 and not often.reason
+    assert long.reason == "its process was stopped by a signal such as SIGSTOP for 0 s"
+
+
+def test_a_process_that_is_silent_or_gone_is_told_apart() -> None:
+    process = RankProcess(1)
+    with pytest.raises(RankGoneError, match="no answer for 0 s") as silent:
+        process.receive(0.0)
+    assert not silent.value.has_ended and not process.is_stopped
+    process.kill("the first reason")
+    process.kill("another one")
+    process.wait()
+    for call in (lambda: process.receive(5.0), lambda: process.send(Stop())):
+        with pytest.raises(RankGoneError, match="the first reason") as gone:
+            call()
+        assert gone.value.has_ended
+    process.end(0.0)
+    assert not process.is_stopped
