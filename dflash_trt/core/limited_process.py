@@ -39,7 +39,11 @@ class LimitedProcesses:
 
     def start(self) -> None:
         """Have a process ready for the first request."""
-        self._idle.put(self._idle.get() or self._new_process())
+        process = self._idle.get()
+        try:
+            process = process or self._new_process()
+        finally:
+            self._idle.put(process)
 
     def ask(self, request: bytes) -> bytes:
         """Raises ProcessEndedError."""

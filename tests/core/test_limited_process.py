@@ -1,6 +1,7 @@
 """Processes that answer within their limits, or end and are replaced."""
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -92,6 +93,21 @@ def test_a_request_does_not_wait_for_one_that_takes_long(processes: LimitedProce
     ids = {processes.ask(b"id") for _ in range(3)}
     assert slow.is_alive() and len(ids) == 1
     slow.join()
+
+
+@pytest.mark.timeout(30)
+def test_a_process_that_cannot_start_leaves_room_for_the_next(
+    processes: LimitedProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*given: object, **named: object) -> None:
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", failing)
+        for call in (processes.start, processes.start, lambda: processes.ask(b"id"), processes.start):
+            with pytest.raises(OSError, match="no more processes"):
+                call()
+    assert processes.ask(b"arguments") == b"one two"
 
 
 def test_processes_end_with_their_owner(processes: LimitedProcesses) -> None:
