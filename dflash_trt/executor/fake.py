@@ -218,6 +218,7 @@ class FakeExecutor:
         batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
+        assert plan.num_pages >= max(len(row.page_ids) for row in batch.requests), "a row has more pages than num_pages"
         if self._states is not None:
             self._states.begin(plan)
         self._allowed = {} if plan.masks is None else _allowed_tokens(plan.masks, self.target.vocab_size)

@@ -121,6 +121,31 @@ def test_settings_at_their_limits_are_taken(pair: EngineDir, root: Path) -> None
     assert [checked_draft_length(given, 5) for given in (None, 0, 5)] == [5, 0, 5]
 
 
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "has_triton", "found"),
+    [
+        ("auto", False, True, "cpu"),
+        ("auto", True, True, "cuda"),
+        ("cpu", True, True, "cpu"),
+        ("cuda", True, True, "cuda"),
+        ("cuda", False, True, "a CUDA GPU that PyTorch can use, found none"),
+        ("cuda", True, False, "Triton, which the GPU's kernels need, found none"),
+        ("auto", True, False, "Triton, which the GPU's kernels need, found none"),
+    ],
+)
+def test_an_engine_runs_on_the_gpu_that_is_there(
+    pair: EngineDir, monkeypatch: pytest.MonkeyPatch, device: Any, has_gpu: bool, has_triton: bool, found: str
+) -> None:
+    monkeypatch.setattr(threads.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(opening, "find_spec", lambda name: has_triton or None)
+    if found in ("cpu", "cuda"):
+        config = resolved_config(pair, RuntimeConfig(device=device))
+        assert (config.device, config.overlap_scheduling) == (found, found == "cuda")
+        return
+    with pytest.raises(SettingError, match=f"^device: expected {found}"):
+        resolved_config(pair, RuntimeConfig(device=device))
+
+
 def test_a_recurrent_target_is_deterministic_on_a_cpu_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_runs_on_gpu", lambda device: device != "cpu")
     engine = EngineDir.open(root / "recurrent")

@@ -1,6 +1,7 @@
 """What is said of ranks that fail, and which outcomes of two ranks are the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import CapacityError, RankError
 from dflash_trt.core.logprobs import PromptScores, TopTokens
 from dflash_trt.core.step_plan import StepResult
+from dflash_trt.executor.ranks.executor import RankedExecutor
 from dflash_trt.executor.ranks.launcher import explained_failure
-from dflash_trt.executor.ranks.messages import Opened, Raised, RankGoneError
+from dflash_trt.executor.ranks.messages import Opened, Raised, Ran, RankGoneError
 from dflash_trt.executor.ranks.shard import fingerprint
 
 EARLY = Raised(reason="ValueError: early", traceback="", num_calls=2, error_class=None)
@@ -113,3 +115,120 @@ def test_logits_are_compared_bit_for_bit() -> None:
     changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9.0))
     assert fingerprint(logits.t().contiguous().t()) == fingerprint(logits) != fingerprint(changed)
     assert fingerprint(replace(result(), top=None)) != fingerprint(result())
+
+
+class Group:
+    """A process group of which this rank has started two collectives."""
+
+    num_calls = 2
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+class Workers:
+    """One worker, which gives these reports."""
+
+    def __init__(self, *reports: Any, ends_at: str = "") -> None:
+        self._reports, self._ends_at = list(reports), ends_at
+        self.sent: list[str] = []
+        self.at_end: list[Any] = []
+        self.is_killed = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self.sent.append("watched")
+        yield
+
+    def send(self, order: Any) -> None:
+        self.sent.append(type(order).__name__)
+        if self.sent[-1] == self._ends_at:
+            raise ENDED
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        return [self._reports.pop(0)]
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+class Local:
+    """Rank 0's own shard, whose logits are or raise these, in turn."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self._outcomes = list(outcomes)
+
+    def target_logits(self, token_ids: Any) -> torch.Tensor:
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return torch.tensor([outcome])
+
+    def close(self) -> None:
+        """Graphs end."""
+
+
+def executor_of(local: Local, workers: Workers, *, device: str = "cpu") -> RankedExecutor:
+    workers.at_end.append(local.close)
+    num_threads = torch.get_num_threads()
+    return RankedExecutor(local, Group(device), workers, num_threads=num_threads)  # type: ignore[arg-type]
+
+
+RAN = Ran(fingerprint=fingerprint(torch.tensor([3.0])))
+
+
+def test_an_error_that_all_ranks_have_costs_the_step_alone() -> None:
+    workers = Workers(EARLY, RAN)
+    executor = executor_of(Local(OWN, 3.0), workers)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        executor.target_logits([1])
+    assert executor.can_retry and not workers.is_killed
+    assert executor.target_logits([1]) == 3.0
+    assert workers.sent == ["watched", "RunLogits", "GoOn", "watched", "RunLogits"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "report", "said", "options"),
+    [
+        (OWN, LATE, "rank 1 of 2 failed: ValueError: late", {}),
+        (OWN, RAN, "rank 0 of 2 failed: ZeroDivisionError: mine", {}),
+        (EXCHANGE, EARLY, "rank 1 of 2 failed: ValueError: early", {}),
+        (OWN, EARLY, "rank 1 of 2 failed: ValueError: early", {"device": "cuda"}),
+        (4.0, RAN, "2 ranks: expected the same tokens", {}),
+        (3.0, EARLY, "rank 1 of 2 failed: ValueError: early", {}),
+        (OWN, EARLY, "rank 1 of 2 failed: its process exited with 3", {"ends_at": "GoOn"}),
+        (3.0, ENDED, "rank 1 of 2 failed: its process exited with 3", {"ends_at": "RunLogits"}),
+    ],
+)
+def test_ranks_out_of_step_end_and_say_so_from_then_on(
+    outcome: Any, report: Any, said: str, options: dict[str, str]
+) -> None:
+    device, ends_at = options.get("device", "cpu"), options.get("ends_at", "")
+    workers = Workers(report, ends_at=ends_at)
+    executor = executor_of(Local(outcome), workers, device=device)
+    with pytest.raises(RankError, match=said):
+        executor.target_logits([1])
+    assert workers.is_killed and not executor.can_retry
+    assert bool(workers.at_end) == (device == "cpu"), "graphs may wait for a GPU whose rank has ended"
+    for end in (executor.close, executor.close):
+        with pytest.raises(RankError, match=said):
+            executor.target_logits([1])
+        end()
+    assert workers.sent.count("closed") == 2
+
+
+def test_an_interrupt_ends_the_ranks_and_a_closed_engine_runs_nothing() -> None:
+    workers = Workers()
+    executor = executor_of(Local(KeyboardInterrupt()), workers)
+    with pytest.raises(KeyboardInterrupt):
+        executor.target_logits([1])
+    assert workers.is_killed and not executor.can_retry
+    with pytest.raises(RankError, match="interrupted"):
+        executor.target_logits([1])
+    closed = executor_of(Local(), Workers())
+    closed.close()
+    with pytest.raises(RankError, match="engine is closed"):
+        closed.target_logits([1])

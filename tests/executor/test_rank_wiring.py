@@ -1,6 +1,7 @@
 """What rank 0 hands on to its workers and to its own shard; processes that end, hang or are stopped."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,3 +189,94 @@ def test_a_process_that_is_silent_or_gone_is_told_apart() -> None:
         assert gone.value.has_ended
     process.end(0.0)
     assert not process.is_stopped
+
+
+class Answering:
+    """A worker's process that takes a while to answer, or is gone."""
+
+    def __init__(self, rank: int, *, answers_after_s: float = 0.0, is_gone: bool = False) -> None:
+        self.rank, self._answers_after_s, self._is_gone = rank, answers_after_s, is_gone
+        self.calls: list[Any] = []
+
+    def send(self, order: Any) -> None:
+        self.calls.append(order)
+        if self._is_gone:
+            raise RankGoneError("gone")
+
+    def receive(self, timeout_s: float) -> Any:
+        self.calls.append(timeout_s)
+        time.sleep(self._answers_after_s)
+        if self._is_gone:
+            raise RankGoneError("gone")
+        return f"report {self.rank}"
+
+    def end(self, timeout_s: float) -> None:
+        self.calls.append(timeout_s)
+        time.sleep(self._answers_after_s)
+
+    def kill(self, reason: str | None = None) -> None:
+        self.calls.append("killed")
+
+    def wait(self) -> None:
+        self.calls.append("waited")
+
+
+def workers_of(*processes: Answering) -> RankWorkers:
+    made = RankWorkers()
+    made._processes.extend(processes)  # type: ignore[arg-type]
+    return made
+
+
+def test_all_workers_answer_within_one_limit() -> None:
+    slow, gone, last = Answering(1, answers_after_s=0.2), Answering(2, is_gone=True), Answering(3)
+    made = workers_of(slow, gone, last)
+    first, second, third = made.receive(1.0)
+    assert (first, third) == ("report 1", "report 3") and isinstance(second, RankGoneError)
+    assert slow.calls[0] > 0.9 > 0.85 > last.calls[0] > 0.0
+    assert made.receive(0.1)[2] == "report 3" and last.calls[1] == 0.0
+    made.close()
+
+
+def test_all_workers_are_asked_to_stop_and_share_the_time_for_it() -> None:
+    """Then the group goes, and the directory whatever happens; once."""
+    gone, slow, last = Answering(1, is_gone=True), Answering(2, answers_after_s=0.2), Answering(3)
+    made, ended = workers_of(gone, slow, last), []
+
+    def failing() -> None:
+        ended.append([each.calls for each in (gone, slow, last)])
+        raise ValueError("the group")
+
+    made.at_end.append(failing)
+    with pytest.raises(ValueError, match="the group"):
+        made.close()
+    made.close()
+    assert len(ended) == 1 and not made.directory.exists()
+    assert all(isinstance(each.calls[0], Stop) and len(each.calls) == 2 for each in (gone, slow, last))
+    assert launcher._END_TIMEOUT_S >= slow.calls[1] >= last.calls[1] + 0.2
+
+
+def test_killed_workers_are_not_taken_for_one_that_ended_by_itself() -> None:
+    one, other, ends = Answering(1), Answering(2), []
+    made = workers_of(one, other)
+    made.when_one_ends(lambda: ends.append("ended"))
+    while len(ends) < 2:  # each of them is watched
+        time.sleep(0.01)
+    made.kill()
+    made.when_one_ends(lambda: ends.append("after the end"))
+    while one.calls.count("waited") + other.calls.count("waited") < 4:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert ends == ["ended"] * 2
+    assert "killed" in one.calls and "killed" in other.calls and not made.directory.exists()
+
+
+def test_a_forked_child_leaves_the_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Answering(1)
+    made = workers_of(process)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made._own_process), "is_this", False)
+        made.kill()
+        launcher._end(*made.close.peek()[2])  # type: ignore[index]
+        assert process.calls == [] and made.directory.exists()
+    made.close()
+    assert not made.directory.exists()

@@ -78,3 +78,14 @@ def test_steps_behind_one_that_failed_are_skipped_until_the_stream_resumes() -> 
     stream.submit(third).result()
     assert [plan for plan, _ in executor.started] == [first, third]
     stream.close()
+
+
+def test_closing_waits_for_the_step_that_runs() -> None:
+    executor, (first, *_) = Slow(), plans(1)
+    stream = StepStream(executor)
+    stream.submit(first)
+    threading.Timer(0.2, executor.goes_on.set).start()
+    stream.close()
+    assert len(executor.batches) == 1
+    with pytest.raises(RuntimeError):
+        stream.submit(first)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
 from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import make_limits
 
@@ -108,6 +108,13 @@ def test_a_seed_matters_only_when_sampling() -> None:
 def test_a_row_that_breaks_the_contract_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run(FakeExecutor(make_limits()), make_row(**changes))
+
+
+def test_a_plan_for_fewer_pages_than_a_row_has_is_refused() -> None:
+    plan = plan_of(StepBatch(requests=(make_row(token_ids=(1,) * 9),), num_draft_tokens=0))
+    assert plan.num_pages == 3
+    with pytest.raises(AssertionError, match="more pages than num_pages"):
+        FakeExecutor(make_limits()).submit(replace(plan, num_pages=2))
 
 
 def test_two_rows_must_not_write_the_same_place() -> None:

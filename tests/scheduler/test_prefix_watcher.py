@@ -4,6 +4,7 @@ import random
 
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
+from tests.scheduler.driver import make_driver, make_request
 
 
 class Mirror:
@@ -49,3 +50,14 @@ def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use() -> None:
     assert store.num_evicted_pages > 0, "pages were evicted, and the mirror told"
     store.drop_idle()
     assert mirror.prefixes == {}
+
+
+def test_a_watcher_hears_of_a_scheduler_s_pages_until_another_one_does() -> None:
+    driver, first, second = make_driver(), Mirror(), Mirror()
+    for watcher, prompt in ((first, range(12)), (second, range(20, 32)), (None, range(40, 52))):
+        driver.scheduler.watch_prefixes(watcher)
+        driver.add(make_request("r", prompt, max_new_tokens=1, cache_salt="a"))
+        driver.run()
+        driver.finish_reasons.clear()
+    assert set(first.prefixes.values()) == {("a", *range(stop)) for stop in (4, 8, 12)}
+    assert set(second.prefixes.values()) == {("a", *range(20, stop)) for stop in (24, 28, 32)}

@@ -1,11 +1,13 @@
 """How a request is refused, and how it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.core.request import TokenEvent
 from dflash_trt.executor.fake import always_wrong
+from dflash_trt.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import expected_tokens, make_driver, make_limits, make_request
 
 
@@ -109,6 +111,32 @@ def test_a_cancelled_request_is_gone_at_once_whether_it_waits_or_runs() -> None:
     assert driver.finish_reasons == {"runs": "cancelled", "waits": "cancelled"}
     assert not driver.scheduler.has_work
     assert driver.scheduler.num_pages_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "error"),
+    [
+        (lambda scheduler: scheduler.cancel("r"), "cancelled", None),
+        (lambda scheduler: scheduler.stop("r"), "stop", None),
+        (lambda scheduler: scheduler.fail("r", "no constraint"), "error", "no constraint"),
+    ],
+)
+def test_a_request_ends_for_the_reason_that_is_given_and_once(
+    end: Callable[[Scheduler], TokenEvent | None], reason: str, error: str | None
+) -> None:
+    driver = make_driver()
+    driver.add(make_request("r", range(12)))
+    driver.add(make_request("other"))
+    driver.now = 3.0
+    driver.step()
+    assert driver.scheduler.request_ids() == {"r", "other"}
+    event = end(driver.scheduler)
+    assert event is not None and (event.request_id, event.token_ids) == ("r", ())
+    assert (event.finish_reason, event.error) == (reason, error)
+    assert event.statistics is not None and event.statistics.queue_time_s == 3.0
+    assert driver.scheduler.request_ids() == {"other"} and end(driver.scheduler) is None
+    assert driver.scheduler.statistics().num_finished == {reason: 1}
+    driver.run()
 
 
 def test_what_a_step_gave_a_request_cancelled_meanwhile_is_dropped() -> None:
