@@ -49,6 +49,21 @@ def test_a_beginning_that_two_prompts_share_is_found_by_the_third() -> None:
     assert hits == [0, 0, 8, 8]
 
 
+def test_a_snapshot_is_read_once_by_each_of_those_that_begin_with_it() -> None:
+    driver = make_recurrent(4, num_pages=40)
+    run(driver, "a", SYSTEM)
+    requests = [make_request(name, [*SYSTEM, tail]) for name, tail in (("b", 1), ("c", 2))]
+    for request in requests:
+        driver.add(request)
+    driver.step()
+    assert driver.scheduler.statistics().num_prefix_hit_tokens == 2 * 8
+    assert driver.scheduler.num_snapshots_in_use == 0, "both slots are filled"
+    driver.add(make_request("d", range(9)))
+    driver.run()
+    for request in requests:
+        assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
+
+
 def test_chunks_end_where_the_state_is_kept() -> None:
     driver = make_recurrent(4)
     run(driver, "a", SYSTEM + [1] * 9)
