@@ -57,10 +57,10 @@ class Committer:
         self._columns = np.arange(self._table.token_ids.shape[1])
         self._flat_tokens = self._table.token_ids.reshape(-1)
 
-    def commit(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
+    def commit(self, step: PlannedStep, result: StepResult) -> CommittedStep:
         """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
         take_prompt_scores(step.plan, step.sequences, result)
-        return self._commit_steady(step, result) or self._commit_rows(step, result, now)
+        return self._commit_steady(step, result) or self._commit_rows(step, result)
 
     def _commit_steady(self, step: PlannedStep, result: StepResult) -> CommittedStep | None:
         """The same for verify blocks that end no request, in as few operations as possible; None for other steps."""
@@ -96,7 +96,7 @@ class Committer:
             is_finite=planned.is_emitting,  # all
         )
 
-    def _commit_rows(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
+    def _commit_rows(self, step: PlannedStep, result: StepResult) -> CommittedStep:
         table, plan = self._table, step.plan
         slots = plan.rows.slot_ids
         is_live = table.epoch[slots] == step.planned.epochs
@@ -133,12 +133,12 @@ class Committer:
             error = None
             if not has_bonus[row]:
                 reason, error = "error", self._non_finite(committed, row, int(num_good[row]))
-            self._end(committed, row, reason, now, error=error)
+            self._end(committed, row, reason, error=error)
         for row, fault in faults.items():
             _LOG.error("%s", fault)
-            self._end(committed, row, "error", now, error=fault)
+            self._end(committed, row, "error", error=fault)
         for row in np.flatnonzero(~is_live).tolist():
-            self._append_stale(committed, row, int(num_good[row]), now)
+            self._append_stale(committed, row, int(num_good[row]))
         return committed
 
     def events(self, committed: CommittedStep) -> list[TokenEvent]:
@@ -228,7 +228,7 @@ class Committer:
         table.token_ids[slots[rows], table.num_tokens[slots][rows] + columns] = emitted[rows, columns]
         table.num_tokens[slots] += num_emitted
 
-    def _append_stale(self, committed: CommittedStep, row: int, num_good: int, now: float) -> None:
+    def _append_stale(self, committed: CommittedStep, row: int, num_good: int) -> None:
         """A row of a request that was preempted meanwhile: its pages are gone, but its tokens are valid."""
         step = committed.step
         sequence = step.sequences[row]
@@ -246,7 +246,7 @@ class Committer:
             try:
                 num_emitted, is_stopped = advance(sequence, committed.result, row, len(emitted), is_stopped=is_stopped)
             except ConstraintError as error:
-                self._end(committed, row, "error", now, error=refusal(sequence, error))
+                self._end(committed, row, "error", error=refusal(sequence, error))
                 return
             emitted = emitted[:num_emitted]
         sequence.token_ids += emitted
@@ -256,13 +256,11 @@ class Committer:
             committed.num_candidates[row] = min(step.plan.rows.num_candidates[row], num_remaining - 1)
             committed.num_accepted[row] = min(committed.result.num_accepted[row], committed.num_candidates[row])
         if not has_bonus:
-            self._end(committed, row, "error", now, error=self._non_finite(committed, row, num_good))
+            self._end(committed, row, "error", error=self._non_finite(committed, row, num_good))
         elif is_stopped or len(emitted) == num_remaining:
-            self._end(committed, row, "stop" if is_stopped else "length", now)
+            self._end(committed, row, "stop" if is_stopped else "length")
 
-    def _end(
-        self, committed: CommittedStep, row: int, reason: FinishReason, now: float, *, error: str | None = None
-    ) -> None:
+    def _end(self, committed: CommittedStep, row: int, reason: FinishReason, *, error: str | None = None) -> None:
         sequence = committed.step.sequences[row]
         slot = sequence.slot
         if slot is not None and self._table.context_len[slot] >= self._table.fills_page_at[slot]:
@@ -270,7 +268,7 @@ class Committer:
         sequence.finish_reason = reason
         self._request_pool.remove(sequence)
         self._num_finished[reason] += 1
-        committed.endings[row] = Ending(reason=reason, statistics=sequence.statistics(now), error=error)
+        committed.endings[row] = Ending(reason=reason, statistics=sequence.statistics(), error=error)
 
     def _keep_pages(self, committed: CommittedStep) -> None:
         """Cache the pages that these rows filled."""

@@ -245,7 +245,7 @@ class Scheduler:
         "error", without effect on others.
         """
         assert self._planned.popleft() is step, "steps are committed in the order in which they were planned"
-        return None if result is None else self._committer.commit(step, result, self._now)
+        return None if result is None else self._committer.commit(step, result)
 
     def events_of(self, committed: CommittedStep | None, *, elapsed_s: float | None = None) -> list[TokenEvent]:
         """Events of requests that ended while waiting, then those of the step's rows in their order."""

@@ -58,9 +58,12 @@ class Sequence:
     def is_running(self) -> bool:
         return self.slot is not None
 
-    def statistics(self, now: float) -> RequestStatistics:
+    def statistics(self, now: float | None = None) -> RequestStatistics:
+        """`now` ends the wait of a request that had no step."""
+        until_s = now if self.admitted_s is None else self.admitted_s
+        assert until_s is not None
         return RequestStatistics(
-            queue_time_s=(now if self.admitted_s is None else self.admitted_s) - self.arrived_s,
+            queue_time_s=until_s - self.arrived_s,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             num_preemptions=self.num_preemptions,
         )
