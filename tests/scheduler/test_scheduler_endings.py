@@ -91,6 +91,20 @@ def test_waiting_too_long_ends_a_request_with_timeout() -> None:
     assert event.statistics is not None and event.statistics.queue_time_s == 2.0
 
 
+@pytest.mark.parametrize("leaves", ["first", "second", "third"])
+def test_those_who_wait_time_out_whoever_of_them_leaves_before(leaves: str) -> None:
+    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
+    driver.add(make_request("runs"))
+    for name in ("first", "second", "third"):
+        driver.add(make_request(name, queue_timeout_s=2.0))
+    driver.step()
+    driver.cancel(leaves)
+    driver.now = 2.0
+    driver.step()
+    reasons = dict.fromkeys(("first", "second", "third"), "timeout") | {leaves: "cancelled"}
+    assert driver.finish_reasons == reasons
+
+
 def test_a_request_that_has_started_is_not_timed_out_by_being_preempted() -> None:
     driver = make_driver(draft_rule=always_wrong)
     driver.add(make_request("r", queue_timeout_s=1.0))
