@@ -44,12 +44,21 @@ def test_the_tokens_are_those_of_one_token_at_a_time(is_ahead, num_draft_tokens)
         make_request(f"r{i}", [i, 7], max_new_tokens=40, seed=i, temperature=float(i % 2), constraint=constraint)
         for i, constraint in enumerate([CONSTRAINT, None, replace(CONSTRAINT, one_in=3), replace(CONSTRAINT, length=1)])
     ]
+    requests += [
+        make_request(
+            f"stops{i}", [i, 9], max_new_tokens=40, stop_token_ids=range(0, VOCAB_SIZE, 7), constraint=CONSTRAINT
+        )
+        for i in range(3)
+    ]
     for request in requests:
         driver.add(request)
     driver.run(ahead=is_ahead)
     for request in requests:
         assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
-    assert driver.finish_reasons == {"r0": "stop", "r1": "length", "r2": "stop", "r3": "stop"}
+    assert driver.finish_reasons == {
+        request.request_id: "length" if request.constraint is None else "stop" for request in requests
+    }
+    assert any(driver.tokens[f"stops{i}"][-1] % 7 == 0 and len(driver.tokens[f"stops{i}"]) < 30 for i in range(3))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
