@@ -49,6 +49,10 @@ def test_the_host_s_time_is_measured_between_a_result_and_the_next_submission() 
     assert step.elapsed_s == 1e-3
     step.result()
     assert len(executor.between_s) == 1, "the last result of the run before was read"
+    for _ in range(2):
+        executor.submit(scheduler.plan().plan)
+        scheduler.abandon()
+    assert len(executor.between_s) == 2, "no result was read between the last two"
 
 
 def test_every_token_and_draft_is_the_one_that_was_asked_for() -> None:

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepSampling,
+    WindowColumns,
+    plan_of,
+    run_batch,
+)
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import make_limits
 
@@ -115,6 +124,61 @@ def test_a_plan_for_fewer_pages_than_a_row_has_is_refused() -> None:
     assert plan.num_pages == 3
     with pytest.raises(AssertionError, match="more pages than num_pages"):
         FakeExecutor(make_limits()).submit(replace(plan, num_pages=2))
+
+
+def rows_apart(count: int, num_tokens: int) -> tuple[ScheduledRequest, ...]:
+    """Each with its own pages."""
+    pages = -(-num_tokens // 4)
+    return tuple(
+        make_row(request_id=f"r{i}", token_ids=(1,) * num_tokens, page_ids=tuple(range(i * pages, (i + 1) * pages)))
+        for i in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_draft_tokens", "message"),
+    [
+        (rows_apart(5, 1), 0, "more requests than max_batch_size"),
+        (rows_apart(2, 13), 0, "more tokens than max_num_tokens"),
+        (rows_apart(1, 1), 6, "K is beyond max_draft_len"),
+        (rows_apart(1, 1) * 2, 0, "a request has two rows"),
+        ((make_row(context_len=4), make_row(request_id="other", page_ids=(3, 9))), 0, "writes what a row of the same"),
+    ],
+)
+def test_a_batch_that_breaks_the_contract_is_refused(
+    rows: tuple[ScheduledRequest, ...], num_draft_tokens: int, message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_batch(FakeExecutor(make_limits()), StepBatch(requests=rows, num_draft_tokens=num_draft_tokens))
+    run_batch(FakeExecutor(make_limits()), StepBatch(requests=rows_apart(4, 6), num_draft_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((0, (7, 8)), (0, (8, 9)), "writes where another row of the step writes"),
+        ((4, (7, 8)), (0, (7,)), "writes what a row of the same step reads"),
+        ((0, (7, 7)), (0, (5, 6)), "a page appears twice"),
+        ((0, (7, 10)), (0, (5, 6)), "no such page"),
+    ],
+)
+def test_pages_of_windows_are_checked_like_others(
+    first: tuple[int, tuple[int, ...]], second: tuple[int, tuple[int, ...]], message: str
+) -> None:
+    """Ten pages of a group with a window of 6; each row has its own pages in the first group."""
+    rows = tuple(
+        make_row(
+            request_id=f"r{i}",
+            token_ids=(1,) * (4 * len(pages) - context_len),
+            context_len=context_len,
+            page_ids=tuple(range(10 * i, 10 * i + len(pages))),
+            window_pages=(WindowColumns(0, pages),),
+        )
+        for i, (context_len, pages) in enumerate((first, second))
+    )
+    limits = make_limits(page_windows=(PageWindow(6, 10),))
+    with pytest.raises(AssertionError, match=message):
+        run_batch(FakeExecutor(limits), StepBatch(requests=rows, num_draft_tokens=0))
 
 
 def test_two_rows_must_not_write_the_same_place() -> None:

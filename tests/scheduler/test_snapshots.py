@@ -127,6 +127,7 @@ def test_a_step_that_did_not_run_leaves_the_snapshots_of_the_one_that_runs() -> 
     driver._take(driver.scheduler.commit(first, result))
     driver.run()
     assert run(driver, "c", SYSTEM + [3] * 9) == 8
+    assert run(driver, "b again", SYSTEM + [2] * 9) == 16, "from the snapshot of the step that ran"
 
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:
