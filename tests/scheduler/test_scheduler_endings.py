@@ -69,9 +69,10 @@ def test_a_preempted_request_comes_back_even_when_the_queue_is_full() -> None:
     driver.add(make_request("a"))
     driver.step()
     driver.add(make_request("b"))
-    assert driver.scheduler.preempt("a")
+    assert [driver.scheduler.preempt(name) for name in ("b", "unknown", "a", "a")] == [False, False, True, False]
     driver.run()
     assert list(driver.finish_reasons) == ["a", "b"]
+    assert driver.scheduler.statistics().num_preemptions == 1
 
 
 def test_waiting_too_long_ends_a_request_with_timeout() -> None:
