@@ -17,10 +17,13 @@ from dflash_trt.core.batch import (
     plan_of,
     request_results,
 )
+from dflash_trt.core.logit_rules import LogitRules
+from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import StepResult
 
 K, PAGE_SIZE, MAX_PAGES = 4, 3, 12
 WINDOWS = (1, 4, 9)
+RULES = LogitRules.of(Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(repetition_penalty=2.0)))
 
 
 @settings(deadline=None)
@@ -38,6 +41,8 @@ def test_a_plan_of_rows_is_those_rows_also_in_groups_with_windows(places: list[t
                 num_candidates=min(K, num_tokens - 1),
                 page_ids=tuple(range(100 * number, 100 * number + num_pages)),
                 sampling=StepSampling(seed=number),
+                logit_rules=RULES if number % 2 else None,
+                known_tokens=tuple(range(5, 5 + context_len)) if number % 2 else (),
                 window_pages=tuple(
                     WindowColumns(first, tuple(range(1000 * group + first, 1000 * group + num_pages)))
                     for group, first in enumerate(firsts, start=1)

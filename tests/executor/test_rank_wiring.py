@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,3 +281,17 @@ def test_a_forked_child_leaves_the_workers_alone(monkeypatch: pytest.MonkeyPatch
         assert process.calls == [] and made.directory.exists()
     made.close()
     assert not made.directory.exists()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_worker_is_ended_with_the_others_also_if_it_was_gone_when_it_got_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    monkeypatch.setattr(launcher, "RankProcess", lambda rank: Answering(rank, is_gone=is_gone))
+    made, order = RankWorkers(), OpenShard(engine_dir="dir", rank=2, options=options_of(tmp_path))
+    with pytest.raises(RankGoneError) if is_gone else nullcontext():
+        made.start(order)
+    [process] = made._processes
+    assert (process.rank, process.calls) == (2, [order])  # type: ignore[attr-defined]
+    made.close()
+    assert isinstance(process.calls[1], Stop) and len(process.calls) == 3  # type: ignore[attr-defined]

@@ -106,12 +106,12 @@ class Unmasked(FakeExecutor):
 def test_a_token_that_the_constraint_refuses_ends_the_request_and_no_other() -> None:
     driver = driver_of()
     driver.executor = Unmasked(make_limits(), vocab_size=VOCAB_SIZE)
-    driver.add(make_request("constrained", [2], max_new_tokens=40, constraint=CONSTRAINT))
+    driver.add(make_request("constrained", [2], max_new_tokens=40, constraint=CONSTRAINT, regex="a"))
     driver.add(make_request("free", [1], max_new_tokens=40))
     driver.run()
     assert driver.finish_reasons == {"constrained": "error", "free": "length"}
     (error,) = (event.error for event in driver.events if event.error)
-    assert error.startswith("request 'constrained'") and "token " in error
+    assert error.startswith("request 'constrained' regex: expected tokens that it allows, found token ")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,16 @@ def test_prompts_that_are_under_way_keep_newcomers_waiting() -> None:
 # Drafts
 
 
+def test_drafts_fill_the_pages_that_are_there_in_order_of_priority() -> None:
+    """Of four pages the first request takes two more, and the second one has room for a draft in its own."""
+    driver = make_driver(make_limits(num_pages=4), draft_rule=always_wrong, enable_prefix_caching=False)
+    driver.add(make_request("first", range(3), max_new_tokens=9))
+    driver.add(make_request("second", range(2), max_new_tokens=9))
+    driver.step()
+    driver.step()
+    assert rows_of(driver) == [("first", 6, 5), ("second", 2, 1)]
+
+
 @pytest.mark.parametrize(("max_new_tokens", "lengths"), [(1, [0]), (2, [0, 0]), (3, [5, 5, 0]), (4, [5, 5, 5, 0])])
 def test_drafts_are_made_only_when_one_and_a_bonus_token_can_follow(max_new_tokens: int, lengths: list[int]) -> None:
     driver = make_driver(draft_rule=always_wrong)
