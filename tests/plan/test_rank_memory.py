@@ -13,12 +13,15 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.cuda.step_launches import LogitUse
-from dflash_trt.backends.padding import StepShape
+from dflash_trt.backends.padding import MAX_GRAPH_TOKENS, StepShape
+from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.batch import StepBatch, plan_of
+from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.attention_launch import INTERPRETER_MULTIPROCESSORS
 from dflash_trt.plan import rank_memory
+from dflash_trt.plan.rank_memory import RankMemory
 from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import make_executors
 
@@ -93,6 +96,7 @@ def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int, *, has_rules: bo
     return live.peak_bytes
 
 
+TWO_RANKS = Mapping(world_size=2, tp_size=2)
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CASES: dict[str, tuple[Family, dict[str, Any], str | None]] = {
     "feed-forward": ("qwen3", {"intermediate_size": 1024}, None),
@@ -179,3 +183,50 @@ def test_a_tensorrt_engine_has_memory_for_what_drafts_are_drawn_from(tmp_path: P
     elements = steps.max_batch_size * steps.max_draft_len * steps.num_choices
     extra = rank_memory.buffers_bytes(steps, has_nodes=True) - rank_memory.buffers_bytes(steps)
     assert 0 < 8 * elements <= extra < 8 * elements + 512  # sections begin at multiples of 256 bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_rank_of_two_has_the_workspaces_of_half_of_the_heads(tmp_path: Path, family: Family) -> None:
+    sizes = ONE_GROUP if family == "deepseek_v3" else {}
+    specs, mapping = read_specs(make_target(tmp_path, family=family, tokenizer=False, **sizes), None), TWO_RANKS
+    half = specs.target.model_copy(update={"layers": tuple(layer.shard(mapping) for layer in specs.target.layers)})
+    limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=32, max_draft_len=3, page_size=16)
+    workspaces = []
+    for config in (
+        PretrainedConfig(target=specs.target, dtype="float32", mapping=mapping),
+        PretrainedConfig(target=half, dtype="float32"),
+    ):
+        steps = rank_memory.executor_limits(config, limits)
+        assert steps.max_draft_len == 0, "an engine without a drafter makes no drafts"
+        workspaces.append(rank_memory.workspace_bytes(config, steps, multiprocessors=8))
+    assert workspaces[0] == workspaces[1]
+
+
+def test_every_part_is_counted_once_before_or_after_the_pages() -> None:
+    parts = dict(zip(RankMemory.__dataclass_fields__, (False, 1, 20, 300, 4000, 50_000, 600_000), strict=True))
+    for is_last, before, after in ((False, 21, 654_300), (True, 654_321, 0)):
+        found = RankMemory(**parts | {"has_pages_last": is_last})
+        assert (found.before_pages_bytes, found.after_pages_bytes) == (before, after)
+
+
+def test_logit_rules_of_every_slot_and_of_padding_are_counted_where_there_are_some(tmp_path: Path) -> None:
+    config = PretrainedConfig(target=read_specs(make_target(tmp_path, tokenizer=False), None).target, dtype="float32")
+    limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=32, max_draft_len=0, page_size=16)
+    steps = rank_memory.executor_limits(config, limits)
+    for is_last, rules in ((False, rules_bytes(5, steps.max_positions)), (True, 0)):
+        found = rank_memory.rank_memory(config, limits, weights_bytes=7, multiprocessors=8, has_pages_last=is_last)
+        assert found.buffers_bytes == rules + rank_memory.buffers_bytes(steps, has_nodes=is_last)
+        assert (found.weights_bytes, found.context_bytes) == (7, 1 << 30)
+
+
+def test_graphs_keep_the_activations_of_all_slots_at_least(tmp_path: Path) -> None:
+    """Up to MAX_GRAPH_TOKENS of a step's tokens, and its verify blocks if they are more."""
+    config = PretrainedConfig(target=read_specs(make_target(tmp_path, tokenizer=False), None).target, dtype="float32")
+    for max_batch_size, max_num_tokens, graph_tokens in ((4, 8192, MAX_GRAPH_TOKENS), (4, 64, 64), (4096, 8192, 4096)):
+        limits = EngineLimits(
+            max_batch_size=max_batch_size, max_seq_len=64, max_num_tokens=max_num_tokens, max_draft_len=0, page_size=16
+        )
+        found = rank_memory.rank_memory(config, limits, weights_bytes=0, multiprocessors=8)
+        steps = rank_memory.executor_limits(config, limits)
+        expected = rank_memory.activations_bytes(config, steps, num_tokens=graph_tokens)
+        assert found.graph_pool_bytes == expected

@@ -148,7 +148,8 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
         "draft_vocab_size": 32000,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 19, 34]},
     }
-    plan = planned(read_specs(write(tmp_path, "target", QWEN3_8B), write(tmp_path, "head", head)))
+    pair = read_specs(write(tmp_path, "target", QWEN3_8B), write(tmp_path, "head", head))
+    plan = planned(pair)
     floor = plan.floor(Step(num_requests=1, context_len=8192, num_draft_tokens=5), has_drafter=True)
     context_kv = 2 * 1024 * 2 * H
     a_pass = 4096 * 2 * H + context_kv + H * 4096 + 3 * FFN * H + 3 * H + 32000 * H
@@ -159,6 +160,11 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
     of_pass = 3 * (4096 * 2 * H + context_kv + H * 4096) + 3 * FFN * H + 32000 * H  # 1 to 5 slots, and the last of them
     scores = 4 * 4096 * (5 * 3) * (8192 + 6)
     assert floor.flops - target.flops == pytest.approx(2 * (of_tokens + 5 * of_pass) + scores)
+    rows = Step(num_requests=2, context_len=8192, num_draft_tokens=5).rows
+    found = EngineWork(planned(pair, tp_size=4).pretrained_config, has_drafter=True).of(rows)
+    logits = 12 * V + 10 * 32000
+    sums = 4 * LAYERS * 12 * H + 4 * 5 * 2 * H  # of the chain a row of each request
+    assert (found.num_logits, found.exchange_bytes) == (logits, (sums + logits) * 3 / 4 * 2)
 
 
 def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.feed_forward import Dense, Moe
@@ -22,10 +23,13 @@ from dflash_trt.plan.step_work import EngineWork, chosen_fraction
 H, V, FFN = 64, 512, 128
 ATTENTION = Gqa(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeSpec(theta=1e4))
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, conv_size=4)
+LATENT = Mla(num_heads=4, latent_dim=32, nope_dim=16, rope_dim=8, v_head_dim=16, rope=RopeSpec(theta=1e4), scale=0.2)
 MOE = Moe(num_experts=8, num_experts_per_token=2, intermediate_size=32, routing="softmax_top_k")
 
 
-def work(*mixers: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe | None = None) -> EngineWork:
+def work(
+    *mixers: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe | None = None, mapping: Mapping | None = None
+) -> EngineWork:
     layers = tuple(
         LayerSpec(mixer=mixer, feed_forward=feed_forward or Dense(intermediate_size=FFN)) for mixer in mixers
     )
@@ -38,7 +42,8 @@ def work(*mixers: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe | None = Non
         max_position_embeddings=4096,
         layers=layers,
     )
-    return EngineWork(PretrainedConfig(target=target, dtype="float32"), has_drafter=False)
+    config = PretrainedConfig(target=target, dtype="float32", mapping=mapping or Mapping())
+    return EngineWork(config, has_drafter=False)
 
 
 def rows(*requests: tuple[int, int], drafts: int = 0) -> ComputedRows:
@@ -82,15 +87,12 @@ def test_a_recurrent_state_is_read_and_written_once_whatever_the_context() -> No
 
 
 def test_latents_are_absorbed_by_a_token_and_expanded_for_a_prompt() -> None:
-    latent = Mla(
-        num_heads=4, latent_dim=32, nope_dim=16, rope_dim=8, v_head_dim=16, rope=RopeSpec(theta=1e4), scale=0.2
-    )
     factors = 2 * 4 * (16 + 16) * 32  # K and V of a latent, or a query and a sum taken to latents and back
-    decode = work(latent).of(rows((1, 1000)))
+    decode = work(LATENT).of(rows((1, 1000)))
     assert decode.mixing_flops == 2 * 4 * (2 * 32 + 8) * 1001 + factors
     assert decode.kv_bytes == (32 + 8) * 4 * (1000 + 1)
     keys = 500 * 501 / 2
-    assert work(latent).of(rows((500, 0))).mixing_flops == 2 * 4 * (16 + 16 + 8) * keys + factors * 500
+    assert work(LATENT).of(rows((500, 0))).mixing_flops == 2 * 4 * (16 + 16 + 8) * keys + factors * 500
 
 
 def test_rows_choose_experts_and_each_expert_multiplies_its_share() -> None:
@@ -157,3 +159,53 @@ def test_a_drafter_that_makes_no_draft_only_observes() -> None:
     assert sum(p.elements for p in more.products) - sum(p.elements for p in less.products) == observed
     drafting = with_drafter.of(ComputedRows.decode(num_requests=3, context_len=50, num_draft_tokens=7))
     assert drafting.num_passes == 1 and drafting.num_layers == target.num_layers + draft.num_layers
+
+
+@pytest.mark.parametrize("feed_forward", [Dense(intermediate_size=640), Dense(intermediate_size=8), MOE])
+@pytest.mark.parametrize("mixer", [ATTENTION, DELTA, LATENT])
+def test_a_rank_of_two_mixes_half_of_the_heads(mixer: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe) -> None:
+    mapping, step = Mapping(world_size=2, tp_size=2), rows((9, 3), (1, 50))
+    narrow = feed_forward.model_copy(update={"intermediate_size": feed_forward.intermediate_size // 2})
+    found = work(mixer, mapping=mapping, feed_forward=feed_forward).of(step)
+    half = work(mixer.shard(mapping), feed_forward=narrow).of(step)
+    assert (found.mixing_flops, found.kv_bytes) == (half.mixing_flops, half.kv_bytes)
+    assert found.activation_bytes == half.activation_bytes
+
+
+def test_ranks_share_the_rows_of_a_tied_head() -> None:
+    heads = [
+        [item.elements for item in work(ATTENTION, mapping=mapping).of(rows((1, 9))).products if item.rows == 1]
+        for mapping in (Mapping(), Mapping(world_size=2, tp_size=2))
+    ]
+    assert sum(heads[0]) == 2 * sum(heads[1])
+
+
+def test_a_layer_that_shares_keys_and_values_reads_them_once_more_and_writes_none() -> None:
+    shared = ATTENTION.model_copy(update={"shares_kv_with": 0})
+    assert work(ATTENTION, shared).of(rows((5, 100))).kv_bytes == 2 * 2 * 16 * 4 * (2 * 100 + 5)
+
+
+def test_operators_move_the_widest_part_of_each_layer() -> None:
+    dense, moe = work(ATTENTION).of(rows((7, 0))), work(ATTENTION, feed_forward=MOE).of(rows((7, 0)))
+    assert dense.activation_bytes == 2 * 4 * 7 * (2 * H + 3 * FFN)
+    assert moe.activation_bytes == 2 * 4 * 7 * (3 * H + 8 + 2 * (32 + H))
+
+
+@pytest.mark.parametrize(
+    ("request_rows", "seen"), [((50, 0), 50 - 8), ((3, 40), 40), ((8, 100), 100)], ids=["prompt", "end of it", "decode"]
+)
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_block_sees_what_is_before_its_slots_and_itself(
+    request_rows: tuple[int, int], seen: int, window: int | None
+) -> None:
+    target, draft = probe_specs(CPU_SIZES[0])
+    draft = draft if window is None else draft.with_window(window)
+    config = PretrainedConfig(target=target, draft=draft, dtype="float32")
+    step = rows(request_rows, drafts=7)
+    more, less = (EngineWork(config, has_drafter=has).of(step) for has in (True, False))
+    [gqa], seen = draft.attentions, min(seen, window or seen)
+    assert more.kv_bytes - less.kv_bytes == 2 * gqa.kv_size * 4 * (seen + request_rows[0])
+    assert more.mixing_flops - less.mixing_flops == 4 * gqa.q_size * 8 * (seen + 8)
+    assert more.num_logits == less.num_logits + 7 * target.vocab_size == (8 + 7) * target.vocab_size
+    features = 2 * draft.hidden_size + 3 * 256
+    assert more.activation_bytes - less.activation_bytes == 2 * 4 * 8 * features

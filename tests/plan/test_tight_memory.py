@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, TENSORRT_FREE_MEMORY_FRACTION
 from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.plan.gpus import gpu_of
@@ -32,14 +33,16 @@ def has_room(plan: EnginePlan) -> bool:
     return plan.pages is not None and plan.left_bytes >= 0
 
 
+@pytest.mark.parametrize("backend", ["torch", "tensorrt"])
 @pytest.mark.parametrize("max_seq_len", [256, 2**18])  # where activations decide, and where a sequence's pages do
-def test_what_a_hybrid_lacks_is_what_it_needs_besides(hybrid: PairSpecs, max_seq_len: int) -> None:
-    before_bytes = planned(hybrid, 2**40, max_seq_len).memory.before_pages_bytes
-    short = planned(hybrid, before_bytes + 1000, max_seq_len)
-    assert short.slot_bytes > 16384 and not has_room(short)
+def test_what_a_hybrid_lacks_is_what_it_needs_besides(hybrid: PairSpecs, max_seq_len: int, backend: str) -> None:
+    before_bytes = planned(hybrid, 2**40, max_seq_len, backend=backend).memory.before_pages_bytes
+    short = planned(hybrid, before_bytes + 1000, max_seq_len, backend=backend)
+    assert short.slot_bytes > 16384 and not has_room(short) and not short.fits
     enough_bytes = short.gpu.memory_bytes + short.missing_bytes
-    assert has_room(planned(hybrid, enough_bytes, max_seq_len))
-    assert not has_room(planned(hybrid, enough_bytes - 16384, max_seq_len))
+    enough = planned(hybrid, enough_bytes, max_seq_len, backend=backend)
+    assert has_room(enough) and enough.fits
+    assert not has_room(planned(hybrid, enough_bytes - 16384, max_seq_len, backend=backend))
 
 
 def test_only_engines_with_snapshots_plan_them(hybrid: PairSpecs) -> None:
@@ -62,6 +65,16 @@ def test_requests_run_together_that_have_pages_and_windows(tmp_path) -> None:
     assert plan.pages is not None and plan.pages.num_windows < 4
     assert plan.max_requests(100) == plan.pages.num_windows
     assert plan.max_requests(2**18) == 1 and roomy.max_requests(100) == 4
+
+
+def test_a_plan_repeats_what_the_files_and_the_description_left_open(hybrid: PairSpecs) -> None:
+    notes = planned(replace(hybrid, notes=("left open",)), 2**40, 256).notes
+    assert "left open" in notes and len(notes) > 1
+
+
+def test_pages_get_the_fraction_of_their_back_end(hybrid: PairSpecs) -> None:
+    fractions = {"torch": GPU_FREE_MEMORY_FRACTION, "tensorrt": TENSORRT_FREE_MEMORY_FRACTION}
+    assert {name: planned(hybrid, 2**40, 256, backend=name).free_fraction for name in fractions} == fractions
 
 
 def test_ranks_hold_their_logits_and_those_of_all() -> None:

@@ -1,0 +1,167 @@
+"""Times of steps against sums written out by hand, and what a machine hands on to its plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.plan.gpus import Gpu, gpu_of
+from dflash_trt.plan.machine_file import MachineFile
+from dflash_trt.plan.step_costs import ASSUMPTIONS, StepClock, StepCosts, StepTime, assumed_costs
+from dflash_trt.plan.step_floor import StepFloor
+from dflash_trt.plan.step_work import Product, StepWork
+from tests.plan.test_machine_file import MACHINE
+
+GPU = Gpu(
+    name="g",
+    memory_bytes=1 << 30,
+    capability=(9, 0),
+    bytes_per_s=1000.0,
+    link_bytes_per_s=50.0,
+    peak_flops={16: 4e5, 8: 8e5},
+)
+COSTS = StepCosts(
+    product_rates={1: 1e4, 100: 3e4},
+    product_memory_fraction=0.5,
+    kv_s_per_byte=1e-1,
+    mixing_s_per_flop=1e-2,
+    activation_s_per_byte=2.0,
+    logit_s=3.0,
+    token_s=5.0,
+    request_s=7.0,
+    layer_s=11.0,
+    pass_s=13.0,
+    step_s=17.0,
+    exchange_latency_s=0.25,
+    host_step_s=19.0,
+    host_request_s=23.0,
+    is_host_hidden=False,
+)
+WORK = StepWork(
+    num_requests=3,
+    num_tokens=4,
+    products=(),
+    vector_bytes=0.0,
+    kv_bytes=600.0,
+    mixing_flops=900.0,
+    activation_bytes=1000.0,
+    num_logits=10_000,
+    num_layers=100_000,
+    num_passes=1_000_000,
+    exchange_bytes=200.0,
+    num_exchanges=8,
+)
+
+
+def product(rows: float, num_bytes: float, elements: float = 1000.0, name: str | None = None) -> Product:
+    return Product(rows=rows, elements=elements, num_bytes=num_bytes, format=name)
+
+
+def test_a_step_takes_the_sum_of_its_parts() -> None:
+    found = StepClock(GPU, COSTS).time(WORK)
+    operators_s = 17 + 2 * 1000 + 3 * 10_000 + 5 * 4 + 7 * 3 + 11 * 100_000 + 13 * 1_000_000
+    assert found == StepTime(
+        products_s=0.0,
+        mixing_s=pytest.approx(60 + 9),
+        operators_s=operators_s,
+        exchange_s=200 / 50 + 8 * 0.25,
+        host_s=19 + 3 * 23,
+        is_host_hidden=False,
+    )
+    assert found.device_s == pytest.approx(69 + operators_s + 6)
+    assert found.total_s == pytest.approx(found.device_s + 88)
+    assert replace(found, is_host_hidden=True).total_s == found.device_s
+    assert replace(found, is_host_hidden=True, host_s=1e9).total_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("item", "seconds"),
+    [
+        (product(1, 9000), 9000 / 500),  # half of the bandwidth
+        (product(10, 0), 2 * 10 * 1000 / 2e4),  # between two measured numbers of rows, in their logarithm
+        (product(1000, 0), 2 * 1000 * 1000 / 3e4),
+        (product(0.5, 0), 2 * 0.5 * 1000 / 1e4),
+        (product(100, 0, name="fp8"), 2 * 100 * 1000 / 6e4),
+        (product(100, 0, name="fp8_w8a16"), 2 * 100 * 1000 / 3e4),
+    ],
+)
+def test_a_product_takes_the_longer_of_its_bytes_and_its_flops(item: Product, seconds: float) -> None:
+    clock = StepClock(GPU, COSTS)
+    assert clock.time(replace(WORK, products=(item,))).products_s == pytest.approx(seconds)
+    both = (item, product(1, 500))
+    assert clock.time(replace(WORK, products=both)).products_s == pytest.approx(seconds + 1), "GEMM by GEMM"
+
+
+def test_weights_are_read_as_wide_and_as_fast_as_the_machine_keeps_them() -> None:
+    """The bandwidth is that of all bytes of the step: 6000 of weights, 400 of vectors, 600 of K/V."""
+    kept = replace(GPU, plain_weight_bits=16, read_bytes_per_s={7000: 200.0, 7001: 100.0})
+    work = replace(WORK, products=(product(1, 12_000, elements=3000),), vector_bytes=400.0)
+    assert StepClock(kept, COSTS).time(work).products_s == pytest.approx(6000 / (200 * 0.5))
+
+
+def test_a_rank_alone_needs_no_links() -> None:
+    lone = replace(GPU, link_bytes_per_s=None)
+    assert StepClock(lone, COSTS).time(replace(WORK, exchange_bytes=0.0, num_exchanges=0)).exchange_s == 0
+    with pytest.raises(ConfigError, match="g: expected a bandwidth between ranks, found none"):
+        StepClock(lone, COSTS).time(WORK)
+
+
+def test_a_floor_waits_for_the_longer_of_memory_and_compute_and_then_for_the_links() -> None:
+    floor: dict[str, Any] = {"weights_bytes": 0, "kv_bytes": 0, "exchange_bytes": 0, "flops": 0.0}
+    found = StepFloor(memory_s=2.0, compute_s=3.0, exchange_s=4.0, **floor)
+    assert (found.total_s, replace(found, memory_s=5.0).total_s) == (7.0, 9.0)
+
+
+def test_assumed_costs_are_those_that_the_assumptions_name() -> None:
+    gpu = gpu_of("h200")
+    costs, said = assumed_costs(gpu), " ".join(ASSUMPTIONS)
+    assert costs.product_rates == {1: pytest.approx(0.6 * 989e12)} and costs.product_memory_fraction == 0.8
+    assert costs.kv_s_per_byte == pytest.approx(1 / (0.8 * 4.8e12))
+    assert costs.mixing_s_per_flop == pytest.approx(1 / (0.4 * 989e12))
+    assert costs.logit_s == pytest.approx(3 * 2 / 4.8e12), "written once, read twice"
+    kernels = [round(seconds / 2.5e-6) for seconds in (costs.layer_s, costs.pass_s, costs.step_s)]
+    assert (
+        "takes 2.5 us beside its bytes and FLOPs: {} a layer, {} a pass of the drafter, {} a step".format(*kernels)
+        in said
+    )
+    assert f"an exchange between ranks takes {1e6 * costs.exchange_latency_s:g} us" in said
+    assert (
+        f"the host takes {1e6 * costs.host_step_s:g} us a step and {1e6 * costs.host_request_s:g} us a request" in said
+    )
+    assert "reach 80% of the datasheet's bandwidth, GEMMs 60% and attention 40%" in said
+    assert costs.is_host_hidden and (costs.activation_s_per_byte, costs.token_s, costs.request_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "bits"),
+    [
+        ("h200", None, 16),
+        ("h200", "fp8", 8),
+        ("h200", "nvfp4", 16),
+        ("b200", "nvfp4", 4),
+        ("b200", "nvfp4_w4a16", 16),
+        ("b200", "fp8_block", 16),
+        ("48", "fp8", 16),
+    ],
+)
+def test_operands_are_as_wide_as_codes_where_the_gpu_quantizes_activations(
+    gpu: str, name: str | None, bits: int
+) -> None:
+    assert gpu_of(gpu).operand_bits(name) == bits
+
+
+def test_a_machine_file_hands_on_everything_that_was_measured() -> None:
+    given = {"compute_capability": (9, 0), "num_multiprocessors": 132, "link_bytes_per_s": 5e10}
+    machine = MachineFile(**MACHINE.model_dump() | given)
+    assert machine.gpu == Gpu(
+        name="a CPU",
+        memory_bytes=1 << 34,
+        capability=(9, 0),
+        num_multiprocessors=132,
+        bytes_per_s=1e10,
+        link_bytes_per_s=5e10,
+        peak_flops={32: 2e11},
+        read_bytes_per_s={1 << 20: 4e10, 1 << 28: 1e10},
+        plain_weight_bits=16,
+    )
