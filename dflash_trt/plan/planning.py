@@ -84,9 +84,7 @@ class EnginePlan:
 
     @property
     def _max_snapshot_bytes(self) -> int:
-        """Snapshots of recurrent states that an engine takes by default at most; TensorRT engines have none."""
-        if self.memory.has_pages_last:
-            return 0
+        """Snapshots of recurrent states that an engine of the back end `torch` takes by default at most."""
         return self.pretrained_config.states().bytes_per_slot * self.build_config.max_batch_size
 
     @property
