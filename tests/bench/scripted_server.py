@@ -24,6 +24,7 @@ class ScriptedServer:
     speculation: dict[str, Any] | None = None
     status: int = 200
     cuts_stream: bool = False
+    error: str | None = None  # of an event before the end
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     sent_s: list[list[float]] = field(default_factory=list)
@@ -52,6 +53,8 @@ class ScriptedServer:
             end = "length" if index == len(delays) - 1 and not self.cuts_stream else None
             text = f"{index} "
             await self._send(response, {"choices": [{"delta": {"content": text}, "text": text, "finish_reason": end}]})
+        if self.error is not None:
+            await self._send(response, {"error": self.error})
         if not self.cuts_stream:
             usage = {"prompt_tokens": 5, "completion_tokens": self.tokens_per_event * len(delays)}
             metrics = {"metrics": {"speculative_decoding": self.speculation}} if self.speculation else {}

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from dflash_trt.bench import drafters
 from dflash_trt.cli.main import cli
+from dflash_trt.core.request import GenerationOutput
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.serving.llm import LLM
+from tests.bench.test_arithmetic import SAMPLING, output
 from tests.dflash2_files import make_dflash2_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.factories import make_target, make_zlab_drafter
@@ -22,13 +27,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines dflash, dflash2 and eagle3 of one target, one without a drafter, and one of another target and dtype."""
     root = tmp_path_factory.mktemp("bench")
     target = make_target(root / "target")
-    drafters = {
+    paths = {
         "dflash": make_zlab_drafter(root / "drafter.dflash", target_dir=target),
         "dflash2": make_dflash2_drafter(root / "drafter.dflash2", target_dir=target),
         "eagle3": save_eagle3_head(root / "drafter.eagle3", target_dir=target, draft_tokens=range(0, 272, 2)),
         "none": "none",
     }
-    for name, drafter in drafters.items():
+    for name, drafter in paths.items():
         options = ("--dtype", "float32", "--max-seq-len", 96)
         built = run("build", "--target", target, "--drafter", drafter, "-o", root / name, *options)
         assert built.exit_code == 0, built.output
@@ -80,6 +85,34 @@ def test_the_table_has_a_line_for_each_side_and_k_holds_for_all(root: Path) -> N
     floors = [line.partition(": floor of a step (2 x ") for line in lines[3:]]
     assert [name for name, _, _ in floors] == [line.split("  ")[0] for line in lines[:3]]
     assert [found.partition("K = ")[2][0] for _, _, found in floors] == ["0", "2", "2"]
+
+
+def test_a_side_is_compared_with_none_round_by_round_without_the_first(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = iter([1.0, 500.0, 10.0, 30.0, 20.0, 20.0, 40.0, 100.0])
+    texts = {None: [(1, 2, 3), (4, 5)], "dflash": [(1, 2, 3), (4, 6)]}
+
+    def played(llm: LLM, prompts: object, sampling: object, concurrency: int) -> tuple[list[GenerationOutput], float]:
+        assert not llm.config.enable_prefix_caching and concurrency == 5
+        side = "dflash" if llm.config.use_drafter else None
+        return [output(*text, num_verify_steps=2, num_emitted_by_verify=5) for text in texts[side]], next(speeds)
+
+    monkeypatch.setattr(drafters, "run_prompts", played)
+    plain, drafted = drafters.compare_drafters(
+        [root / "dflash"],
+        ["a", "b"],
+        SAMPLING,
+        config=RuntimeConfig(device="cpu", num_draft_tokens=2),
+        concurrency=5,
+        num_rounds=3,
+        progress=lambda line: None,
+    )
+    assert (plain.algorithm, plain.num_draft_tokens, plain.output_tok_per_s, plain.speedup) == (None, 0, 20.0, 1.0)
+    assert plain.acceptance_length is None and plain.num_equal_texts == plain.num_prompts == 2
+    assert (drafted.algorithm, drafted.num_draft_tokens, drafted.output_tok_per_s) == ("dflash", 2, 30.0)
+    assert (drafted.speedup_by_round, drafted.speedup) == ((3.0, 1.0, 2.5), 2.5)
+    assert (drafted.acceptance_length, drafted.num_equal_texts) == (2.5, 1)
 
 
 def test_engines_that_cannot_be_compared_are_refused(root: Path) -> None:

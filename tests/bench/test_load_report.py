@@ -1,6 +1,7 @@
 """Numbers of records that are known, and curves."""
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -36,10 +37,10 @@ def record(ttft_s: float, num_events: int, gap_s: float, **fields: object) -> Re
 
 
 RECORDS = (
-    record(0.1, 5, 0.02, category="a", speculation=speculation(STEPS["a"])),
-    record(0.2, 5, 0.04, category="b", speculation=speculation(STEPS["b"])),
-    record(0.3, 1, 0.0, num_output_tokens=1),
-    record(0.0, 0, 0.0, error="status 500"),
+    record(0.1, 5, 0.02, category="a", speculation=speculation(STEPS["a"]), num_prompt_tokens=7),
+    record(0.2, 5, 0.04, category="b", speculation=speculation(STEPS["b"]), num_prompt_tokens=8),
+    record(0.3, 1, 0.0, num_output_tokens=1, num_prompt_tokens=9),
+    record(0.0, 0, 0.0, error="status 500", num_prompt_tokens=100),
 )
 RUN = LoadRun(records=RECORDS, duration_s=2.0, max_client_lag_s=0.001)
 LIMITS = Limits(time_to_first_token_s=0.25, time_per_output_token_s=0.01)
@@ -65,6 +66,20 @@ def test_goodput_counts_requests_within_every_limit() -> None:
     looser = replace(LIMITS, time_to_first_token_s=0.35)
     assert report_of("s", LOAD, [RUN], num_gpus=None, limits=looser).good_fraction == pytest.approx(2 / 4)
     assert report_of("s", LOAD, [RUN], num_gpus=None, limits=Limits()).goodput_request_per_s is None
+    for limit_s, good in ((0.17, 0), (0.2, 1), (0.31, 2), (0.4, 3)):  # requests take 0.18, 0.36 and 0.3 s
+        found = report_of("s", LOAD, [RUN], num_gpus=None, limits=Limits(end_to_end_s=limit_s))
+        assert found.good_fraction == pytest.approx(good / 4)
+
+
+def test_sums_are_over_all_rounds_and_speeds_over_their_time() -> None:
+    slow = replace(RUN, duration_s=6.0, max_client_lag_s=0.5)
+    found = report_of("s", LOAD, [slow, RUN], num_gpus=2, limits=LIMITS)
+    assert (found.duration_s, found.max_client_lag_s, found.num_gpus) == (8.0, 0.5, 2)
+    assert (found.num_prompt_tokens, found.num_output_tokens) == (2 * (7 + 8 + 9), 2 * 21)
+    assert (found.request_per_s, found.output_tok_per_s) == (6 / 8, 42 / 8)
+    assert found.output_tok_per_s_by_round == (21 / 6, 21 / 2)
+    assert found.output_tok_per_s_per_gpu == 42 / 8 / 2
+    assert REPORT.output_tok_per_s_per_gpu == REPORT.output_tok_per_s, "of the server, where nobody said"
 
 
 def test_acceptance_is_over_steps_that_verified_the_draft() -> None:
@@ -76,6 +91,29 @@ def test_acceptance_is_over_steps_that_verified_the_draft() -> None:
     bare = {name: value for name, value in speculation(STEPS["a"]).items() if not name.startswith("per_step")}
     assert acceptance([bare]).by_position == pytest.approx((2 / 3, 1 / 3, 1 / 3)), "every step counts"
     assert acceptance([None, {"num_spec_steps": 0}]) is None
+
+
+def test_a_line_of_the_table_has_its_numbers_under_their_headings() -> None:
+    numbers = report_of("s", LOAD, [RUN], num_gpus=2, limits=LIMITS)
+    texts = [re.split(r"  +", line.strip()) for line in table([numbers], unit="GPU")]
+    assert dict(zip(*texts, strict=True)) == {
+        "server": "s",
+        "load": "4 clients",
+        "tok/s per GPU": "5.2",
+        "tok/s": "10.5",
+        "tok/s/user": f"{numbers.tok_per_s_per_user.p50:.1f}",
+        "TTFT ms": "200 / 280 / 298",
+        "TPOT ms": "13.33 / 16.89 / 17.69",
+        "ITL ms": "30 / 40 / 40",
+        "end to end ms": "300 / 348 / 358.8",
+        "accepted": "2.25",
+        "errors": "1",
+        "good/s": "0.50",
+    }
+    arrivals = report_of("s", Load(num_conversations=4, request_rate_per_s=2.5), [RUN], num_gpus=None, limits=Limits())
+    head, line = table([arrivals], unit="server")
+    assert "2.5 req/s" in line and "good/s" not in head
+    assert [point.label for point in curves([arrivals])["s"]] == ["2.5/s"]
 
 
 def test_tables_have_every_number() -> None:

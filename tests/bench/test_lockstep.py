@@ -7,12 +7,14 @@ import pytest
 from dflash_trt.bench import lockstep
 from dflash_trt.bench.lockstep import Lockstep
 from dflash_trt.bench.throughput import Work
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.step_plan import StepHandle, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import PromptReader
+from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, Clock, make_executor
 
 QUICK, SLOW = 0, 1
@@ -83,6 +85,15 @@ def test_a_second_run_costs_and_counts_what_the_first_did(clock: Clock) -> None:
     for side, report in enumerate(first.values()):
         num_own = sum(turn == side for turn, _ in executor.steps) // 2
         assert (report.num_output_tokens, report.elapsed_s) == (6, SUBMIT_S + STEP_S[side] * num_own)
+
+
+def test_sides_keep_off_each_others_pages_of_windows() -> None:
+    executor = make_executor(make_limits(num_pages=40, page_windows=(PageWindow(window=9, num_pages=30),)))
+    sides_over(executor).run(work(ignore_eos=True), concurrency=1)
+    rows = [row for batch in executor.batches for row in batch.requests]
+    halves = [{page_id // 20 for page_id in row.page_ids} for row in rows]
+    of_windows = [{page_id // 15 for pages in row.window_pages for page_id in pages.page_ids} for row in rows]
+    assert of_windows == halves and {0} in halves and {1} in halves
 
 
 def test_requests_end_at_their_own_stop_tokens() -> None:

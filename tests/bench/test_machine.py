@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_trt.bench.machine import measure_roofs
+from dflash_trt.bench import machine, machine_rates
+from dflash_trt.bench.host import HostReport
 from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, ProbeEngine, ProbeTime, fitted_costs
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.plan.machine_file import read_machine_file
 from dflash_trt.plan.step_floor import floor_of
 from dflash_trt.plan.step_work import ComputedRows, EngineWork
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
+from tests.plan.test_machine_file import MACHINE
 
 CPU = torch.device("cpu")
 
@@ -57,14 +60,62 @@ def test_a_cost_is_never_negative() -> None:
     assert min(found.values()) >= 0 and found["pass_s"] == 0
 
 
+def test_costs_of_the_host_are_seconds_of_a_step_and_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def measured(num_requests: int, *, is_chained: bool, **_: int) -> HostReport:
+        asked.append(is_chained)
+        step_ms = 0.25 + 0.5 * num_requests
+        return HostReport(
+            num_requests=num_requests, is_chained=is_chained, num_steps=1, step_ms=step_ms, between_ms=9.0
+        )
+
+    monkeypatch.setattr(machine, "measure_host", measured)
+    assert machine._host_costs(is_chained=True) == pytest.approx((0.25e-3, 0.5e-3))
+    assert asked == [True] * 3
+
+
+def test_rates_are_what_is_moved_and_multiplied_over_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "seconds_of", lambda run, device: 0.5)
+    mib = 1 << 20
+    assert machine_rates.copy_rates(CPU) == {
+        size * mib: max(64, size) // size * size * mib * 2.0 for size in (2, 8, 16, 24, 32, 64, 256)
+    }
+    rates = machine_rates.MatrixRates(CPU)
+    assert rates.num_elements == 4 * 512 * 512 * (1.5 + 1 + 5 + 2.5)
+    assert rates.by_rows()[8] == rates.flops_per_s(8) == 2 * 8 * rates.num_elements / 0.5
+    assert rates.peaks() == {32: 2 * 256 * rates.num_elements / 0.5}
+    monkeypatch.setattr(rates, "flops_per_s", lambda rows: 1.0 if rows == 4 else 1 / rows)
+    assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [1.0] * 4
+    monkeypatch.setattr(rates, "flops_per_s", lambda rows: 2.0 if rows == 4 else float(rows > 2))
+    assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [0.0, 0.0, 2.0, 2.0], "never less for more rows"
+
+
+def test_errors_of_the_model_are_over_what_was_measured() -> None:
+    times = probes(dict.fromkeys(COSTS, 0.0))[:2]
+    costs = MACHINE.costs.model_copy(update={"step_s": 1.0})
+    doubled = [replace(item, seconds=0.5) for item in times]
+    assert machine.probe_errors(MACHINE, costs, doubled) == pytest.approx([2.0, 2.0], rel=0.1)
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    with pytest.raises(ConfigError, match="--device: expected a CUDA GPU"):
+        machine.device_at_hand("cuda", None)
+    assert machine.device_at_hand("auto", 3) == machine.device_at_hand("cpu", 5) == CPU
+    assert threads == [3, 5]
+
+
 def test_roofs_of_this_machine_bound_what_it_does() -> None:
-    machine = measure_roofs("this CPU", CPU)
-    rates = machine.copy_bytes_per_s_by_working_set_bytes
-    assert machine.copy_bytes_per_s == rates[max(rates)] > 1e8
-    assert machine.gpu.flops_of(16) > 1e8
+    found = machine.measure_roofs("this CPU", CPU)
+    rates = found.copy_bytes_per_s_by_working_set_bytes
+    assert found.copy_bytes_per_s == rates[max(rates)] > 1e8
+    assert found.gpu.flops_of(16) > 1e8
     engine = ProbeEngine(CPU_SIZES[0], CPU, has_drafter=True)
     probe = engine.step(num_requests=2, num_tokens=8, context_len=40, num_drafts=7)
-    fraction = floor_of(probe.work, machine.gpu).total_s / min(probe.seconds(probe.plan) for _ in range(5))
+    fraction = floor_of(probe.work, found.gpu).total_s / min(probe.seconds(probe.plan) for _ in range(5))
     engine.close()
     assert 0 < fraction < 1.5  # the machine is shared: a slow moment of either may be 1.5 times the other's
 
@@ -79,11 +130,11 @@ def test_the_command_writes_a_file_that_plan_simulates_with(
     path = tmp_path / "machine.json"
     result = invoke("bench", "machine", "-o", path, "--device", "cpu", "--name", "this CPU")
     assert result.exit_code == 0, result.stderr
-    machine = read_machine_file(path)
-    assert machine.name == "this CPU" and machine.costs is not None
-    rates = [rate for _, rate in sorted(machine.costs.product_rates.items())]
+    found = read_machine_file(path)
+    assert found.name == "this CPU" and found.costs is not None
+    rates = [rate for _, rate in sorted(found.costs.product_rates.items())]
     assert rates == sorted(rates) and rates[-1] > 1e8
-    assert machine.costs.layer_s > 0 and machine.costs.host_step_s > 0
+    assert found.costs.layer_s > 0 and found.costs.host_step_s > 0
     words = ("--sweep", "--accepted", "0.8,0.5", "--concurrency", "1,2", "--prompt-tokens", 20, "--output-tokens", 10)
     swept = invoke("plan", "demo", "--machine", path, *words)
     assert swept.exit_code == 0, swept.stderr

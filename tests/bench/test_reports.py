@@ -9,12 +9,14 @@ from click.testing import CliRunner
 
 from dflash_trt.bench.distinct import distinct_fraction
 from dflash_trt.bench.lockstep import Lockstep
+from dflash_trt.bench.roofline import Roofs, mean_context_len
 from dflash_trt.bench.throughput import Work
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
+from dflash_trt.plan.step_floor import Step, step_floor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.prompts import PromptReader
 from tests.factories import make_target, make_zlab_drafter
@@ -77,6 +79,40 @@ def test_a_machine_file_takes_the_place_of_a_measurement_of_now(engine_dir, inpu
         assert roof["machine"] == "slow"
         floors.append(roof["memory_floor_s"])
     assert floors[0] == pytest.approx(2 * floors[1])
+
+
+def test_a_roofline_is_the_floor_of_the_drafts_that_steps_have(engine_dir):
+    engine = EngineDir.open(engine_dir)
+    roofs, config, gpu = Roofs(engine, MACHINE), engine.manifest.pretrained_config, MACHINE.gpu
+    for given, length, drafts in ((0, None, 0), (3, 2.5, 3), (None, 2.5, 2), (None, 3.0, 2), (None, None, 0)):
+        found = roofs.beside(10.0, num_requests=2, context_len=50, acceptance_length=length, num_draft_tokens=given)
+        step = Step(num_requests=2, context_len=50, num_draft_tokens=drafts)
+        floor = step_floor(config, gpu, step, has_drafter=drafts > 0)
+        assert (found.num_draft_tokens, found.is_least_k) == (drafts, given is None and drafts > 0)
+        assert (found.floor_s, found.memory_floor_s, found.compute_floor_s) == (
+            floor.total_s,
+            floor.memory_s,
+            floor.compute_s,
+        )
+        assert found.floor_tok_per_s == pytest.approx(2 * (length or 1.0) / floor.total_s)
+        assert found.reached_fraction == pytest.approx(10.0 / found.floor_tok_per_s)
+    assert mean_context_len([10, 20], 30.0) == 15 + 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafts"),
+    [
+        ({}, 3),
+        ({"num_draft_tokens": 2}, 2),
+        ({"use_drafter": False}, 0),
+        ({"adaptive_draft_length": True}, None),
+        ({"draft_length": {1: 3, 4: 2}}, None),
+        ({"draft_length_by_context": {1: 3, 40: 2}}, None),
+    ],
+)
+def test_steps_have_one_number_of_drafts_where_the_settings_fix_it(engine_dir, settings, drafts):
+    roofs = Roofs(EngineDir.open(engine_dir), MACHINE)
+    assert roofs.fixed_drafts(RuntimeConfig().replaced(**settings)) == drafts
 
 
 def test_serving_reports_every_concurrency(engine_dir, input_file):

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
 from dflash_trt.bench.conversation import Conversation
-from dflash_trt.bench.load_report import Limits, report_of
+from dflash_trt.bench.load_report import Limits, LoadReport, report_of
 from dflash_trt.bench.openai_client import connected
 from dflash_trt.bench.request_load import Load, LoadRun, run_load
 from dflash_trt.bench.server_sweep import LoadError, Side, sweep_servers
@@ -53,6 +53,7 @@ def test_latencies_are_those_that_the_server_took() -> None:
     assert report.output_tok_per_s == pytest.approx(36 / report.duration_s)
     assert report.output_tok_per_s_per_gpu == pytest.approx(report.output_tok_per_s / 2)
     assert done.max_client_lag_s < SLACK_S * 3
+    assert {record.num_prompt_tokens for record in done.records} == {5}
 
 
 def test_a_closed_load_has_as_many_requests_open_as_clients() -> None:
@@ -97,6 +98,46 @@ def test_what_failed_is_an_error_and_no_measurement(server: ScriptedServer, word
             sweep([side])
 
 
+def test_a_load_with_an_answer_is_measured_and_its_failures_are_counted() -> None:
+    with running(ScriptedServer([[], [0.0], [0.0]])) as server:
+        side = Side(name="s", open=lambda: nullcontext(server.url), num_gpus=2)
+        reports = sweep([side], limits=Limits(end_to_end_s=60.0))
+    assert [(report.num_errors, report.num_requests) for report in reports] == [(1, 2), (1, 1)]
+    for report in reports:
+        assert report.output_tok_per_s_per_gpu == report.output_tok_per_s / 2
+        assert report.good_fraction == report.num_requests / (report.num_requests + 1)
+
+
+def test_fields_of_a_conversation_win_over_those_of_all_and_a_failed_turn_ends_it() -> None:
+    turns = tuple(({"role": "user", "content": text},) for text in ("one", "two"))
+    server = ScriptedServer(FAST, speculation={"num_spec_steps": 0}, status=503)
+    done = run(server, Load(num_conversations=1, concurrency=1), Conversation(turns=turns, fields={"seed": 3}), seed=1)
+    assert [body["seed"] for body in server.bodies] == [3]
+    assert len(done.records) == 1 and done.records[0].error
+
+
+def test_what_a_server_says_of_its_steps_is_kept_and_an_error_event_is_an_error() -> None:
+    told = {"num_spec_steps": 2, "acceptance_histogram": [1, 1]}
+    one = Load(num_conversations=1, concurrency=1)
+    [record] = run(ScriptedServer(FAST, speculation=told), one).records
+    assert record.speculation == told and record.error is None
+    [record] = run(ScriptedServer(FAST, error="out of pages"), one).records
+    assert record.error == "out of pages"
+
+
+def test_arrivals_are_those_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    async def recorded(client: Any, conversations: Any, load: Load, *, seed: int) -> LoadRun:
+        seeds.append(seed)
+        return await run_load(client, conversations, load, seed=seed)
+
+    monkeypatch.setattr("dflash_trt.bench.server_sweep.run_load", recorded)
+    with running(ScriptedServer(FAST)) as server:
+        sweep([Side(name="s", open=lambda: nullcontext(server.url))], num_rounds=2)
+    assert seeds == [1, 1, 2, 2]
+
+
 def test_a_url_without_a_server_is_refused() -> None:
     with pytest.raises(ConfigError, match="an OpenAI server"):
         sweep([Side(name="s", open=lambda: nullcontext("http://127.0.0.1:9"))])
@@ -124,14 +165,16 @@ def test_servers_alternate_and_get_the_same_requests() -> None:
     assert len(lines) == 8 and lines[0].startswith("round 1, a, 2 clients: ")
 
 
-def sweep(sides: list[Side], *, num_rounds: int = 1, progress: list[str] | None = None):
+def sweep(
+    sides: list[Side], *, num_rounds: int = 1, progress: list[str] | None = None, limits: Limits | None = None
+) -> list[LoadReport]:
     loads = [Load(num_conversations=3, concurrency=2), Load(num_conversations=2, request_rate_per_s=200.0)]
     return sweep_servers(
         sides,
         [PROMPT],
         loads,
         fields={"max_tokens": 16},
-        limits=Limits(),
+        limits=limits or Limits(),
         num_rounds=num_rounds,
         progress=(progress if progress is not None else []).append,
     )

@@ -83,7 +83,13 @@ def test_cancelled_and_forgotten_requests_end_early(fraction):
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [("num_arrivals", "arrived"), ("num_pages_in_use_now", "pages leaked"), (None, "by the check")]
+    ("count", "said"),
+    [
+        ("num_arrivals", "arrived"),
+        ("num_pages_in_use_now", "1 pages leaked"),
+        ("num_window_pages_in_use_now", "1 pages leaked"),
+        (None, "by the check"),
+    ],
 )
 def test_whatever_is_lost_is_said(monkeypatch, count, said):
     """The engine reports one too many."""

@@ -161,10 +161,13 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
     scores = 4 * 4096 * (5 * 3) * (8192 + 6)
     assert floor.flops - target.flops == pytest.approx(2 * (of_tokens + 5 * of_pass) + scores)
     rows = Step(num_requests=2, context_len=8192, num_draft_tokens=5).rows
-    found = EngineWork(planned(pair, tp_size=4).pretrained_config, has_drafter=True).of(rows)
+    config = planned(pair, tp_size=4).pretrained_config
+    found, alone = (EngineWork(config, has_drafter=has).of(rows) for has in (True, False))
     logits = 12 * V + 10 * 32000
     sums = 4 * LAYERS * 12 * H + 4 * 5 * 2 * H  # of the chain a row of each request
     assert (found.num_logits, found.exchange_bytes) == (logits, (sums + logits) * 3 / 4 * 2)
+    features = 2 * H + 3 * FFN // 4
+    assert found.activation_bytes - alone.activation_bytes == 2 * 2 * 5 * 2 * features
 
 
 def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:
