@@ -1,5 +1,6 @@
 """No spec can be made that would compute something without a word, whoever makes it."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ from pydantic import ValidationError
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
-from dflash_trt.core.model.draft import DraftSpec, check_pair
+from dflash_trt.core.model.draft import DraftSpec, check_pair, engine_states
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from tests.specs import layered
@@ -36,6 +38,9 @@ DRAFT = DECODER | {
 }
 MOE = {"num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 32, "routing": "softmax_top_k"}
 YARN = {"theta": 1e4, "scaling": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+CONV, SELECTOR = {"kernel_size": 2, "group_size": 16}, {"rank": 8, "top_k": 16}
+DFLASH2 = DRAFT | {"algorithm": "dflash2", "conv": CONV, "selector": SELECTOR}
+EAGLE3 = DRAFT | {"algorithm": "eagle3", "chain": {}, "mask_token_id": None, "masks": ({},)}
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -71,6 +76,15 @@ def test_a_size_is_a_positive_int32(name: str, value: int) -> None:
         ({"moe": MOE | {"num_experts_per_token": 9}}, "moe.num_experts_per_token"),
         ({"moe": MOE | {"activation": "clamped_swiglu"}}, "moe"),
         ({"moe": MOE | {"activation": "clamped_swiglu", "limit": -7.0, "alpha": 1.7}}, "moe.limit"),
+        ({"moe": MOE | {"activation": "clamped_swiglu", "limit": 7.0}}, "moe"),
+        ({"moe": MOE | {"num_groups": 3}}, "moe"),
+        ({"moe": MOE | {"num_groups": 8, "num_chosen_groups": 8}}, "moe"),
+        ({"moe": MOE | {"num_groups": 2, "num_chosen_groups": 3}}, "moe"),
+        ({"moe": MOE | {"num_groups": 4, "num_experts_per_token": 3}}, "moe"),
+        ({"moe": MOE | {"has_own_norms": True}}, "moe"),
+        ({"moe": MOE | {"has_own_norms": True, "shared_size": 8, "has_shared_gate": True}}, "moe"),
+        ({"rotary_dim": 18}, "rotary_dim"),
+        ({"rotary_dim": 3}, "rotary_dim"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(changes: dict[str, Any], field: str) -> None:
@@ -94,6 +108,31 @@ def test_a_drafter_that_cannot_be_is_refused(changes: dict[str, Any], field: str
     _assert_refused(DraftSpec, DRAFT | changes, field)
 
 
+PARTS, MASK = "conv and selector for algorithm dflash2", "chain and no mask_token_id for algorithm eagle3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (DRAFT | {"conv": CONV}, PARTS),
+        (DRAFT | {"selector": SELECTOR}, PARTS),
+        (DFLASH2 | {"conv": None}, PARTS),
+        (DFLASH2 | {"selector": None}, PARTS),
+        (DFLASH2 | {"conv": CONV | {"group_size": 48}}, "a conv.group_size that divides hidden_size 64"),
+        (DFLASH2 | {"selector": SELECTOR | {"top_k": 273}}, "a selector.top_k of at most the vocabulary"),
+        (DFLASH2 | {"draft_vocab_size": 15}, "a selector.top_k of at most the vocabulary"),
+        (DRAFT | {"chain": {}}, MASK),
+        (DRAFT | {"mask_token_id": None}, MASK),
+        (EAGLE3 | {"mask_token_id": 1}, MASK),
+        (EAGLE3 | {"chain": None}, MASK),
+        (EAGLE3 | {"masks": ({}, {})}, "one layer for algorithm eagle3"),
+    ],
+)
+def test_a_drafter_has_the_parts_of_its_algorithm_and_no_others(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        _built(DraftSpec, fields)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -110,6 +149,23 @@ def test_a_pair_that_cannot_run_together_is_refused(changes: dict[str, Any], sai
 
 
 @pytest.mark.parametrize(
+    ("own", "is_accepted"),
+    [
+        ({"has_own_embedding": True, "draft_vocab_size": 100}, True),
+        ({"has_own_embedding": True}, False),
+        ({"draft_vocab_size": 100}, False),
+    ],
+)
+def test_a_drafter_of_another_width_has_embedding_and_head_of_its_own(own: dict[str, Any], is_accepted: bool) -> None:
+    target, draft = _built(TargetSpec, TARGET), _built(DraftSpec, DRAFT | {"hidden_size": 32} | own)
+    if is_accepted:
+        check_pair(target, draft)
+        return
+    with pytest.raises(ValueError, match=r"hidden_size .* as the target has it, 64"):
+        check_pair(target, draft)
+
+
+@pytest.mark.parametrize(
     "fields", [{"world_size": 10**9, "tp_size": 10**9}, {"world_size": 0, "tp_size": 0}, {"rank": 1}, {"rank": -1}]
 )
 def test_a_mapping_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
@@ -123,6 +179,55 @@ def test_what_models_have_is_accepted() -> None:
     RopeSpec(**YARN | {"attention_factor": 1.3, "theta": 4.56e10})
     AttentionMask(window=1)
     Moe(**MOE | {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.702})
+    Moe(**MOE | {"num_groups": 4, "num_chosen_groups": 1})
+    Moe(**MOE | {"has_own_norms": True, "shared_size": 8})
+    _built(DraftSpec, DFLASH2)
+    _built(DraftSpec, EAGLE3)
+    _built(TargetSpec, TARGET | {"rotary_dim": 16})
+
+
+def test_drafts_are_drawn_from_as_many_tokens_as_there_are_or_as_the_selector_chooses() -> None:
+    counts = [DRAFT, DRAFT | {"draft_vocab_size": 7}, DRAFT | {"target_vocab_size": 9}, DFLASH2]
+    assert [_built(DraftSpec, fields).num_choices for fields in counts] == [32, 7, 9, 16]
+    specs = [_built(DraftSpec, fields) for fields in (DRAFT, EAGLE3)]
+    assert [(spec.max_draft_len, spec.num_passes(2)) for spec in specs] == [(3, 1), (3, 2)]
+
+
+def test_pages_keep_the_largest_window_of_the_layers_that_read_them() -> None:
+    """A layer reads its own, or those of the layer that it shares; all pages of a drafter keep the same."""
+    target = _built(TargetSpec, TARGET | {"masks": ({"window": 8}, {"chunk": 16}, {"window": 32, "chunk": 24}, {})})
+
+    def windows(shared: dict[int, int]) -> list[int | None]:
+        layers = [
+            layer.model_copy(update={"mixer": layer.mixer.model_copy(update={"shares_kv_with": shared.get(i)})})
+            for i, layer in enumerate(target.layers)
+        ]
+        states = target.model_copy(update={"layers": tuple(layers)}).states(dtype="float32")
+        return [getattr(state, "source", state).window for state in states]
+
+    assert windows({}) == [8, 16, 24, None]
+    assert windows({2: 0}) == [24, 16, 24, None]
+    assert windows({3: 1}) == [8, None, 24, None]
+    draft = _built(DraftSpec, DRAFT | {"masks": ({"window": 8}, {"window": 12})})
+    assert [state.window for state in draft.states(dtype="float32")] == [12, 12]
+    assert [state.window for state in _built(DraftSpec, DRAFT).states(dtype="float32")] == [None, None]
+
+
+def test_a_gated_delta_net_has_whole_groups_of_value_heads_on_every_rank() -> None:
+    sizes = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 4, "value_head_dim": 8, "conv_size": 4}
+    with pytest.raises(ValidationError, match="num_value_heads in multiples of num_key_heads 2"):
+        GatedDelta(**sizes | {"num_value_heads": 5})
+    share = GatedDelta(**sizes).shard(Mapping(world_size=2, tp_size=2))
+    assert (share.num_key_heads, share.num_value_heads, share.num_channels) == (1, 3, 4 + 4 + 24)
+    assert share.state("s", "float32", num_records=5).num_records == 5
+
+
+def test_records_of_recurrent_states_are_those_of_a_step_with_all_drafts() -> None:
+    delta = GatedDelta(num_key_heads=1, num_value_heads=1, key_head_dim=4, value_head_dim=4, conv_size=4)
+    target, draft = _built(TargetSpec, TARGET), _built(DraftSpec, DRAFT)
+    layers = (target.layers[0].model_copy(update={"mixer": delta}), target.layers[1])
+    target = target.model_copy(update={"layers": layers})
+    assert [engine_states(target, x, dtype="float32").target[0].num_records for x in (None, draft)] == [1, 4]
 
 
 def _built(kind: Any, fields: dict[str, Any]) -> Any:
