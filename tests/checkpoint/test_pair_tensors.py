@@ -1,13 +1,17 @@
 """Tensors that do not fit their config are named, with what was expected and what was found."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from dflash_trt.checkpoint import weights
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError
+from dflash_trt.core.mapping import Mapping
 from tests.checkpoint.refusals import Copy, edit_tensors, pair_refusal, weights_of
 from tests.factories import Tensors, edit_json, make_target
 
@@ -93,6 +97,33 @@ def test_a_value_too_large_for_the_dtype_is_refused_while_reading(copy_of: Copy)
     weights_of(open_pair(target, None), torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"tensor 'target.norm': expected finite values in torch.float16"):
         weights_of(open_pair(target, None), torch.float16)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "llama4_text"])
+def test_weights_are_the_same_however_few_bytes_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any
+) -> None:
+    """A file is opened again after so many bytes, and not before."""
+    pair = open_pair(make_target(tmp_path, family=family, tokenizer=False), None)
+    mappings = [Mapping(), *(Mapping(world_size=2, tp_size=2, rank=rank) for rank in range(2))]
+    expected = [dict(pair.iter_weights(dtype=torch.float32, mapping=mapping)) for mapping in mappings]
+    opened: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weights, "_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(weights, "_MAX_MAPPED_BYTES", 5000)
+    monkeypatch.setattr(weights, "safe_open", counted)
+    for mapping, whole in zip(mappings, expected, strict=True):
+        opened.clear()
+        found = dict(pair.iter_weights(dtype=torch.float32, mapping=mapping))
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+        if mapping.world_size == 1:
+            num_bytes = (tmp_path / "model.safetensors").stat().st_size
+            assert 1 < len(opened) <= num_bytes // 5000 + 1
 
 
 # The reduced vocabulary
