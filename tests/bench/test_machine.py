@@ -60,6 +60,19 @@ def test_a_cost_is_never_negative() -> None:
     assert min(found.values()) >= 0 and found["pass_s"] == 0
 
 
+@pytest.mark.parametrize(("num_tokens", "num_drafts", "num_candidates"), [(8, 7, 7), (4, 3, 3), (60, 7, 0), (1, 0, 0)])
+def test_a_probe_runs_the_step_that_its_work_counts(num_tokens: int, num_drafts: int, num_candidates: int) -> None:
+    engine = ProbeEngine(CPU_SIZES[0], CPU, has_drafter=True)
+    probe = engine.step(num_requests=3, num_tokens=num_tokens, context_len=40, num_drafts=num_drafts)
+    engine.close()
+    rows, updates = probe.plan.rows, probe.plan.page_updates
+    assert rows.num_draft_tokens == num_drafts and rows.num_candidates.tolist() == [num_candidates] * 3
+    assert rows.num_tokens.tolist() == [num_tokens] * 3 and rows.context_lens.tolist() == [40] * 3
+    assert len(set(updates.page_ids.tolist())) == 3 * -(-(40 + num_tokens) // 32), "no page is shared"
+    step = ComputedRows(num_tokens=rows.num_tokens, context_lens=rows.context_lens, num_draft_tokens=num_drafts)
+    assert probe.work == engine.work.of(step)
+
+
 def test_costs_of_the_host_are_seconds_of_a_step_and_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 

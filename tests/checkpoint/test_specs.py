@@ -1,12 +1,13 @@
 """Specs from config.json files alone are those that the tensors prove."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.pair import CheckpointPair, open_pair, read_pair
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.errors import ConfigError
 from tests.checkpoint.expert_files import to_mxfp4
@@ -65,3 +66,28 @@ def test_every_wrong_config_is_named(tmp_path: Path) -> None:
     drafter = configs_of(make_zlab_drafter(tmp_path / "drafter", target_dir=other), tmp_path / "d")
     with pytest.raises(ConfigError, match="drafter vocab_size"):
         read_specs(target, drafter)
+
+
+def test_formats_of_a_drafter_are_its_own_and_parts_of_several_make_no_layer_of_one(tmp_path: Path) -> None:
+    """As the tensors are named: of a fused layer that is quantized in part, nothing is known without them."""
+    target = make_target(tmp_path / "target")
+    drafter = configs_of(make_zlab_drafter(tmp_path / "drafter", target_dir=target), tmp_path / "d")
+    section = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*k_proj", "layers.1*", "fc"]}
+    (drafter / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    found = read_specs(target, drafter)
+    assert found.quantization.linears == {f"draft.layers.0.{name}": "fp8" for name in ("q", "o", "gate_up", "down")}
+    assert found.quantization.target_kv is None
+    [note] = [note for note in found.notes if "stored in" in note]
+    assert note.startswith("drafter: 4 linear layers are stored in fp8; their activations are quantized with")
+
+
+def test_tensors_are_proven_where_both_directories_have_some(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target)
+    bare = configs_of(drafter, tmp_path / "d")
+    assert isinstance(read_pair(target, drafter), CheckpointPair) and isinstance(
+        read_pair(target, None), CheckpointPair
+    )
+    found = read_pair(target, bare, drafter_overrides={"block_size": 7})
+    assert not isinstance(found, CheckpointPair)
+    assert found.draft is not None and found.draft.draft_block_size == 7
