@@ -25,6 +25,7 @@ class ScriptedServer:
     status: int = 200
     cuts_stream: bool = False
     error: str | None = None  # of an event before the end
+    text_key: str | None = None  # of a choice, or of its delta; None: both
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     sent_s: list[list[float]] = field(default_factory=list)
@@ -52,7 +53,10 @@ class ScriptedServer:
             times.append(time.perf_counter())
             end = "length" if index == len(delays) - 1 and not self.cuts_stream else None
             text = f"{index} "
-            await self._send(response, {"choices": [{"delta": {"content": text}, "text": text, "finish_reason": end}]})
+            choice: dict[str, Any] = {"delta": {"content": text}, "text": text}
+            if self.text_key is not None:
+                choice = {"text": text} if self.text_key == "text" else {"delta": {self.text_key: text}}
+            await self._send(response, {"choices": [choice | {"finish_reason": end}]})
         if self.error is not None:
             await self._send(response, {"error": self.error})
         if not self.cuts_stream:

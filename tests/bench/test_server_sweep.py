@@ -125,6 +125,12 @@ def test_what_a_server_says_of_its_steps_is_kept_and_an_error_event_is_an_error(
     assert record.error == "out of pages"
 
 
+@pytest.mark.parametrize("key", ["text", "content", "reasoning_content"])
+def test_a_text_is_that_of_completions_of_an_answer_or_of_its_reasoning(key: str) -> None:
+    [record] = run(ScriptedServer(FAST, text_key=key), Load(num_conversations=1, concurrency=1)).records
+    assert (record.text, len(record.content_s), record.error) == ("0 1 ", 2, None)
+
+
 def test_arrivals_are_those_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 

@@ -199,3 +199,33 @@ def test_the_even_column_of_int4_is_the_low_nibble() -> None:
     codes[0, 0] = 0xF1  # -7, 7
     weight = Int4Weight(segments=(1,), codes=codes, block_scale=torch.ones(1, 1, dtype=torch.bfloat16))
     assert dequantize(weight)[0, :3].tolist() == [-7.0, 7.0, 0.0]
+
+
+TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]  # between two numbers of E2M1, and its largest
+
+
+def test_ties_of_nvfp4_go_to_even_codes_and_those_of_mxfp4_to_the_smaller_number() -> None:
+    """Of blocks whose range is 6, so that their scales are 1."""
+    values = torch.tensor([TIES * 2 + [-x for x in TIES * 2]])
+    codes = nvfp4.e2m1_codes(torch.tensor([*TIES, 7.0, -0.3, -9.0]))
+    assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 8 + 1, 8 + 7]
+    smaller = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    assert torch.equal(dequantize(quantized("mxfp4", values, (1,)))[0, :8], smaller)
+    assert torch.equal(dequantize(quantized("mxfp4", values * 2.0**-9, (1,)))[0, 16:24], -smaller * 2.0**-9)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_w4a16"])
+def test_values_beyond_their_range_are_its_end(name: str) -> None:
+    known, weight = weight_format(name), plain()[:200]
+    ranges = segment_amax(weight, (200,)) / 4
+    found = known.quantize(
+        weight, segments=(200,), weight_amax=ranges, input_amax=ranges if known.has_input_scale else None
+    )
+    largest = dequantize(found).abs().max()
+    assert 0.9 * ranges < largest <= ranges * (1 + 1e-6)
+
+
+def test_blocks_far_below_the_range_keep_the_smallest_scale() -> None:
+    scale = torch.tensor(1.0)
+    blocks = torch.tensor([[1e-6] * 16, [0.0] * 16, [6.0] * 16, [6e5] * 16])
+    assert nvfp4.block_scales(blocks, scale).float().tolist() == [2.0**-9, 1.0, 1.0, 448.0]

@@ -1,5 +1,6 @@
 """Memory that a plan counts for a step, against what the GPU's executor allocates and holds. No GPU is needed."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.cuda.step_launches import LogitUse
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS, StepShape
+from dflash_trt.bench.machine_probes import ProbeSize, probe_specs
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.attention_launch import INTERPRETER_MULTIPROCESSORS
 from dflash_trt.plan import rank_memory
@@ -230,3 +233,52 @@ def test_graphs_keep_the_activations_of_all_slots_at_least(tmp_path: Path) -> No
         steps = rank_memory.executor_limits(config, limits)
         expected = rank_memory.activations_bytes(config, steps, num_tokens=graph_tokens)
         assert found.graph_pool_bytes == expected
+
+
+WIDE = ProbeSize(
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_layers=4,
+    num_draft_layers=2,
+    vocab_size=64,
+)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("part", ["target's MLP", "target's logits", "taps", "drafter's MLP", "drafter's logits"])
+def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -> None:
+    """Elements of a step with 32 rows of logits and 64 tokens, where one of its parts is far larger than the others."""
+    big = 1 << 16
+    counts = []
+    for more in (0, 64):
+        size = big + more
+        target, draft = probe_specs(replace(WIDE, vocab_size=size if part == "target's logits" else 64))
+        wide = {"feed_forward": Dense(intermediate_size=size)}
+        if part == "target's MLP":
+            target = target.model_copy(update={"layers": (target.layers[0].model_copy(update=wide),) * 4})
+        if part == "drafter's MLP":
+            draft = draft.model_copy(update={"layers": (draft.layers[0].model_copy(update=wide),) * 2})
+        if part == "drafter's logits":
+            draft = draft.model_copy(update={"draft_vocab_size": size})
+        if part == "taps":
+            draft = draft.model_copy(update={"target_hidden_size": size})
+        config = PretrainedConfig.model_construct(
+            target=target, draft=draft, dtype="float32", mapping=Mapping(world_size=tp_size, tp_size=tp_size)
+        )
+        limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=64, max_draft_len=7, page_size=16)
+        steps = rank_memory.executor_limits(config, limits)
+        counts.append(rank_memory.activations_bytes(config, steps, num_tokens=64) // 4)
+    gathered = 1 if tp_size == 1 else 2  # with two ranks those of all, and twice a half
+    assert (
+        counts[1] - counts[0]
+        == {
+            "target's MLP": 64 * 3 * 64 // tp_size,
+            "target's logits": 32 * 64 * gathered,
+            "taps": 64 * len(draft.target_layer_ids) * 64,
+            "drafter's MLP": 32 * 3 * 64 // tp_size,
+            "drafter's logits": 32 * 64 * gathered,
+        }[part]
+    )

@@ -151,6 +151,11 @@ def test_operands_are_as_wide_as_codes_where_the_gpu_quantizes_activations(
     assert gpu_of(gpu).operand_bits(name) == bits
 
 
+def test_names_of_gpus_are_in_any_case_and_sizes_in_gib() -> None:
+    assert gpu_of("H200") is gpu_of("h200")
+    assert (gpu_of("1.5").memory_bytes, gpu_of("1.5").name) == (3 << 29, "GPU of 1.5 GiB")
+
+
 def test_a_machine_file_hands_on_everything_that_was_measured() -> None:
     given = {"compute_capability": (9, 0), "num_multiprocessors": 132, "link_bytes_per_s": 5e10}
     machine = MachineFile(**MACHINE.model_dump() | given)
