@@ -131,6 +131,6 @@ def _best_line(points: Sequence[SimulatedPoint], per_user: float) -> str:
     if found is None:
         return f"no configuration gives a user {per_user:g} tok/s ({SIMULATED})"
     return (
-        f"best at {per_user:g} tok/s per user: {found.configuration}, {found.load} clients, "
+        f"best at {per_user:g} tok/s per user: {found.configuration}, {found.load_in_words}, "
         f"{found.output_tok_per_s_per_gpu:.0f} tok/s per GPU ({SIMULATED})"
     )

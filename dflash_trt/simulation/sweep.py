@@ -128,6 +128,10 @@ class SimulatedPoint:
     def load(self) -> str:
         return str(self.concurrency) if self.concurrency else f"{self.request_rate_per_s:g}/s"
 
+    @property
+    def load_in_words(self) -> str:
+        return f"{self.concurrency} clients" if self.concurrency else f"{self.request_rate_per_s:g} requests/s"
+
 
 def sweep(
     engines: Sequence[SimulatedEngine], workload: Workload, *, progress: Callable[[str], None]
@@ -138,7 +142,7 @@ def sweep(
         work = EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0)
         for load in workload.loads(engine.num_replicas):
             points.append(_point(engine, work, load))
-            progress(f"{engine.name}, {points[-1].load} clients: simulated")
+            progress(f"{engine.name}, {points[-1].load_in_words}: simulated")
     return points
 
 

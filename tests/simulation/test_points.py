@@ -73,7 +73,9 @@ def test_what_clients_see_is_over_requests() -> None:
 def test_a_point_is_its_replicas_under_their_share_of_the_load() -> None:
     engine = replace(DRAFTED, num_replicas=3)
     work = EngineWork(engine.pretrained_config, has_drafter=True)
-    points = sweep([engine], WORKLOAD, progress=lambda line: None)
+    lines: list[str] = []
+    points = sweep([engine], WORKLOAD, progress=lines.append)
+    assert lines == [f"{engine.name}, {load}: simulated" for load in ("6 clients", "40 requests/s")]
     seen = [field for field in asdict(points[0]) if field.endswith(("_p50_s", "_p99_s", "_user", "_length"))]
     assert len(seen) == 6
     for point, share in zip(points, WORKLOAD.loads(3), strict=True):
@@ -168,6 +170,8 @@ def test_a_report_says_each_number_of_a_point_with_its_unit() -> None:
         "left out: that",
         "assumed: this",
     ]
+    arrivals = replace(report, points=(replace(slow, tok_per_s_per_user=90.0),), per_user=(80.0,)).lines()
+    assert any("80 tok/s per user: AR, tp2x1, 2.5 requests/s, 500 tok/s per GPU" in line for line in arrivals)
     best = [(item["per_user_tok_per_s"], item["point"]) for item in report.as_json()["best"]]
     assert best == [(50.0, asdict(POINT)), (80.0, None)]
 
