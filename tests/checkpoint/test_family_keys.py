@@ -81,6 +81,7 @@ READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, windows, [6, 6, 6, None]),
     ("mistral", {"sliding_window": 7}, windows, [7] * 4),
     ("mistral", {"sliding_window": None}, windows, [4096] * 4),
+    ("qwen3_moe", {"num_experts_per_tok": 8}, lambda spec: moe(spec).num_experts_per_token, 8),
     ("deepseek_v3", {"first_k_dense_replace": 0}, experts, [0, 1, 2, 3]),
     ("deepseek_v3", {"first_k_dense_replace": 2}, experts, [2, 3]),
     ("deepseek_v3", {"first_k_dense_replace": None}, experts, [3]),
@@ -124,6 +125,12 @@ def test_a_changed_key_has_its_meaning(
     write: Write, family: str, keys: Config, meaning: Callable[[TargetSpec], Any], expected: Any
 ) -> None:
     assert meaning(read_target_spec(write(family, **keys))) == expected
+
+
+def test_a_window_of_null_is_none(write: Write) -> None:
+    target = write("mistral")
+    write_json(target / "config.json", read_json(target / "config.json") | {"sliding_window": None})
+    assert windows(read_target_spec(target)) == [None] * 4
 
 
 @pytest.mark.parametrize("pattern", [2, 3, 5])

@@ -236,3 +236,15 @@ def test_a_block_scale_that_is_no_scale_is_refused(source: Path, tmp_path: Path,
     edit_tensors(tmp_path / "target", change)
     with pytest.raises(CheckpointError, match=f"'{DOWN}.weight_scale_inv': expected finite scales, found 1"):
         weights_of(open_pair(tmp_path / "target", None))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_is_refused(source: Path, tmp_path: Path, code: int) -> None:
+    write_blocks(source, tmp_path / "target")
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{DOWN}.weight"].view(torch.uint8)[3, 5] = code
+
+    edit_tensors(tmp_path / "target", change)
+    with pytest.raises(CheckpointError, match=f"'{DOWN}.weight': expected finite E4M3 values, found 1 codes"):
+        weights_of(open_pair(tmp_path / "target", None))

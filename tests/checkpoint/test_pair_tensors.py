@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from dflash_trt.checkpoint import weights
+from dflash_trt.checkpoint.names import embedding_name, head_name
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError
 from dflash_trt.core.mapping import Mapping
@@ -54,6 +55,32 @@ def test_tensors_that_carry_nothing_are_ignored(copy_of: Copy) -> None:
     extra = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
     edit_tensors(drafter, lambda tensors: tensors.update({name: torch.ones(8) for name in extra}))
     weights_of(open_pair(target, drafter))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("model.", "lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.model.", "language_model.lm_head.weight"),
+    ],
+)
+def test_names_of_a_language_model_are_those_of_its_wrapper(prefix: str, head: str) -> None:
+    stored = (f"{prefix}layers.0.input_layernorm.weight", "vision_tower.norm.weight")
+    assert (head_name(stored), embedding_name(stored)) == (head, f"{prefix}embed_tokens.weight")
+
+
+def test_layers_behind_the_last_one_are_left_out_where_they_draft(tmp_path: Path) -> None:
+    for family, is_left_out in (("deepseek_v3", True), ("qwen3", False)):
+        target = make_target(tmp_path / family, family=family, tokenizer=False, num_hidden_layers=2)  # type: ignore[arg-type]
+        for layer, is_whole in ((2, is_left_out), (11, is_left_out), (1, False)):
+            name = f"model.layers.{layer}.eh_proj.weight"
+            edit_tensors(target, lambda tensors, name=name: tensors.update({name: torch.zeros(2)}))
+            if is_whole:
+                open_pair(target, None)
+            else:
+                assert f"unexpected: '{name}'" in pair_refusal(target, None)
+            edit_tensors(target, lambda tensors, name=name: tensors.pop(name))
 
 
 def test_a_mis_shaped_tensor_is_named_with_both_shapes(checkpoints: Path, copy_of: Copy) -> None:

@@ -72,7 +72,7 @@ def test_formats_of_a_drafter_are_its_own_and_parts_of_several_make_no_layer_of_
     """As the tensors are named: of a fused layer that is quantized in part, nothing is known without them."""
     target = make_target(tmp_path / "target")
     drafter = configs_of(make_zlab_drafter(tmp_path / "drafter", target_dir=target), tmp_path / "d")
-    section = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*k_proj", "layers.1*", "fc"]}
+    section = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*v_proj", "layers.1*", "fc"]}
     (drafter / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     found = read_specs(target, drafter)
     assert found.quantization.linears == {f"draft.layers.0.{name}": "fp8" for name in ("q", "o", "gate_up", "down")}

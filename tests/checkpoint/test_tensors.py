@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.checkpoint.tensors import StoredTensors, read_header, scan_tensors
+from dflash_trt.checkpoint.tensors import StoredTensors, listed, read_header, scan_tensors
 from tests.checkpoint.refusals import Copy
 from tests.factories import edit_json, read_json, write_json
 
@@ -188,6 +188,12 @@ def test_a_single_file_is_preferred_to_an_index_as_in_transformers(checkpoints: 
     stored, problems = scan(target)
     assert not problems
     assert stored.files == (target / "model.safetensors",)
+
+
+def test_eight_names_are_listed_and_the_rest_is_counted() -> None:
+    names = [f"t{i}" for i in range(10)]
+    assert listed(names[:8]) == ", ".join(f"'t{i}'" for i in range(8))
+    assert listed(names) == f"{listed(names[:8])} and 2 more"
 
 
 def test_an_index_of_very_many_shards_is_read_in_linear_time(tmp_path: Path) -> None:
