@@ -1,5 +1,6 @@
 """Measuring a machine: what is fitted is what was there, and what is measured is of this machine."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_trt.bench import machine, machine_rates
+from dflash_trt.bench import machine, machine_probes, machine_rates
 from dflash_trt.bench.host import HostReport
-from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, ProbeEngine, ProbeTime, fitted_costs
+from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, Probe, ProbeEngine, ProbeTime, fitted_costs
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.plan.machine_file import read_machine_file
 from dflash_trt.plan.step_floor import floor_of
@@ -71,6 +72,29 @@ def test_a_probe_runs_the_step_that_its_work_counts(num_tokens: int, num_drafts:
     assert len(set(updates.page_ids.tolist())) == 3 * -(-(40 + num_tokens) // 32), "no page is shared"
     step = ComputedRows(num_tokens=rows.num_tokens, context_lens=rows.context_lens, num_draft_tokens=num_drafts)
     assert probe.work == engine.work.of(step)
+
+
+def test_a_probe_takes_the_median_of_its_rounds_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed = [], []
+
+    class Engine:
+        def __init__(self, size: object, device: object, *, has_drafter: bool) -> None:
+            opened.append((size, has_drafter))
+
+        def close(self) -> None:
+            closed.append(opened[-1])
+
+    def steps(engine: Engine, *, has_drafter: bool) -> Iterator[Probe]:
+        assert opened[-1][1] is has_drafter
+        for last in (10.0, 20.0):
+            times = iter([100.0, last, 1.0, 2.0, 3.0, last, last, 4.0])  # an odd number of them counts
+            yield Probe("work", "plan", lambda plan, times=times: next(times))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(machine_probes, "ProbeEngine", Engine)
+    monkeypatch.setattr(machine_probes, "_steps", steps)
+    found = machine_probes.probe_times(CPU, CPU_SIZES[:2])
+    assert [item.seconds for item in found] == [4.0] * 8
+    assert closed == opened == [(size, has) for size in CPU_SIZES[:2] for has in (False, True)]
 
 
 def test_costs_of_the_host_are_seconds_of_a_step_and_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:

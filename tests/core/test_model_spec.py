@@ -13,6 +13,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from tests.specs import layered
 
 DECODER: dict[str, Any] = {
@@ -242,3 +243,18 @@ def _assert_refused(kind: type[TargetSpec | DraftSpec], fields: dict[str, Any], 
     found = {".".join(parts[3:] if parts[0] == "layers" and len(parts) > 1 else parts) for parts in names}
     found = {name.removeprefix("gqa").removeprefix(".") for name in found}
     assert found == {"dense.intermediate_size" if field == "intermediate_size" else field}
+
+
+def test_pages_are_fp8_where_their_own_model_has_scales() -> None:
+    target, draft = _built(TargetSpec, TARGET), _built(DraftSpec, DRAFT)
+    scales = tuple(LayerKvScales(k=0.5 + i, v=0.25 + i) for i in range(2))
+    for quantization, dtypes in (
+        (None, ("float32", "float32")),
+        (QuantizationSpec(target_kv=scales), ("float8_e4m3fn", "float32")),
+        (QuantizationSpec(draft_kv=scales), ("float32", "float8_e4m3fn")),
+    ):
+        states = engine_states(target, draft, dtype="float32", quantization=quantization)
+        for model, dtype in zip((states.target, states.draft), dtypes, strict=True):
+            expected = scales if dtype != "float32" else (None, None)
+            assert [(state.dtype, state.scales) for state in model] == [(dtype, scale) for scale in expected]
+    assert engine_states(target, None, dtype="float32").draft == ()
