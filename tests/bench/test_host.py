@@ -1,12 +1,15 @@
 """The cost of the host, measured without a device."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from dflash_trt.bench import host
 from dflash_trt.bench.host import measure_host
 from dflash_trt.cli.main import cli
+from tests.serving.engines import Clock
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
@@ -15,6 +18,17 @@ def test_every_measured_step_is_one_of_verify_blocks(is_chained):
     assert (report.num_requests, report.num_steps, report.is_chained) == (3, 12, is_chained)
     assert report.between_ms > 0 and report.step_ms > 0
     assert not is_chained or report.between_ms < report.step_ms, "events are made after the next submission"
+
+
+def test_a_step_costs_what_the_loop_takes_without_its_executor(monkeypatch):
+    clock, executor = Clock(), SimpleNamespace(own_s=7.0)
+
+    def step():
+        clock.now += 5.0
+        executor.own_s += 2.0
+
+    monkeypatch.setattr(host.time, "thread_time", clock)
+    assert host._step_cost_s(SimpleNamespace(step=step), executor) == 3.0
 
 
 def test_the_table_has_a_row_for_each_size_and_loop():

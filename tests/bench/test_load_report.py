@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.bench.conversation import RequestRecord
-from dflash_trt.bench.load_report import Limits, acceptance, report_of
+from dflash_trt.bench.load_report import Limits, Percentiles, acceptance, report_of
 from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
 from dflash_trt.bench.pareto import Point, curves, frontier, hull, per_gpu_at, ratios_at, shared_interactivity
 from dflash_trt.bench.request_load import Load, LoadRun
@@ -42,6 +42,7 @@ RECORDS = (
     record(0.3, 1, 0.0, num_output_tokens=1, num_prompt_tokens=9),
     record(0.0, 0, 0.0, error="status 500", num_prompt_tokens=100),
 )
+UNEVEN = Percentiles(mean=1.0, p50=2.0, p90=4.0, p99=8.0)
 RUN = LoadRun(records=RECORDS, duration_s=2.0, max_client_lag_s=0.001)
 LIMITS = Limits(time_to_first_token_s=0.25, time_per_output_token_s=0.01)
 REPORT = report_of("s", LOAD, [RUN, RUN], num_gpus=None, limits=LIMITS)
@@ -156,4 +157,6 @@ def test_a_report_is_a_point_of_its_servers_curve() -> None:
     (point,) = curves([REPORT])["s"]
     expected = Point(per_user=REPORT.tok_per_s_per_user.p50, per_gpu=REPORT.output_tok_per_s, label="4")
     assert point == expected
+    skewed = replace(REPORT, num_gpus=2, output_tok_per_s_per_gpu=3.0, tok_per_s_per_user=UNEVEN)
+    assert curves([skewed])["s"] == [Point(per_user=2.0, per_gpu=3.0, label="4")]
     assert curves([replace(REPORT, tok_per_s_per_user=None)]) == {"s": []}

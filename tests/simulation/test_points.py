@@ -105,6 +105,12 @@ def test_lengths_of_requests_are_spread_around_theirs_and_the_same_for_every_loa
     assert {(len(item.prompt_token_ids), item.sampling.max_new_tokens) for item in even} == {(30, 100)}
 
 
+def test_arrivals_are_those_of_the_seed() -> None:
+    given = load(*[(50, 4)] * 5, concurrency=None, rate=10.0)
+    durations = [run(PLAIN, replace(given, seed=seed))[0].duration_s for seed in (0, 3, 3)]
+    assert durations[0] != durations[1] == durations[2]
+
+
 def test_steps_that_follow_in_the_queue_have_the_context_that_was_accepted() -> None:
     """No draft is accepted, and K/V is all that costs: a token a step, chained or not."""
     costs = COSTS.model_copy(update={"kv_s_per_byte": 1.0, "is_host_hidden": False})
