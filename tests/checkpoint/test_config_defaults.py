@@ -1,12 +1,14 @@
 """Keys that a config.json leaves out mean what transformers takes them to mean."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
 from tests.checkpoint.refusals import read_target_spec
@@ -45,6 +47,27 @@ def test_a_key_left_out_means_what_transformers_takes_it_for(
     assert key in fields
     write_json(target / "config.json", {name: value for name, value in fields.items() if name != key})
     assert meaning(read_target_spec(target)) == getattr(AutoConfig.from_pretrained(target), key)
+
+
+# Sizes that the tensors prove, and a token that a published file names or does not have.
+_OF_THE_FILE = {"bos_token_id", "head_dim", "moe_layers", "n_shared_experts", "num_key_value_heads", "q_lora_rank"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_taken_away_has_the_value_that_transformers_gives_it(tmp_path: Path, family: Any) -> None:
+    """One by one, every key of the file that both readings accept: without it, and with that value."""
+    target = make(tmp_path / "target", family)
+    fields, defaults, num_compared = read_json(target / "config.json"), CONFIG_MAPPING[family]().to_dict(), 0
+    for name in sorted(fields.keys() & defaults.keys() - _OF_THE_FILE):
+        specs = []
+        for changed in ({key: value for key, value in fields.items() if key != name}, fields | {name: defaults[name]}):
+            write_json(target / "config.json", changed)
+            with suppress(ConfigError):
+                specs.append(read_target_spec(target))
+        if len(specs) == 2:
+            assert specs[0] == specs[1], name
+            num_compared += 1
+    assert num_compared > 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
