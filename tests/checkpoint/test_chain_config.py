@@ -135,6 +135,49 @@ def test_norms_of_q_and_k_are_qwen3s_or_those_that_are_stored(tmp_path: Path) ->
     assert [read(tmp_path, fields, *names).attentions[0].has_qk_norm for fields, names in cases] == [False, True, True]
 
 
+SLIDING = {"layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        *(
+            (SAFEAILAB | {"eagle_config": {key: value}}, f"eagle_config.{key}")
+            for key, value in {
+                "use_aux_hidden_state": False,
+                "use_input_layernorm_in_first_layer": False,
+                "use_last_layernorm": False,
+                "use_mtp_layernorm": True,
+                "parallel_draft_step": 2,
+                "new_key": 1,
+            }.items()
+        ),
+        (SAFEAILAB | {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+        (SAFEAILAB | {"mlp_bias": True}, "mlp_bias"),
+        (SAFEAILAB | {"num_hidden_layers": 2}, "num_hidden_layers"),
+        (SAFEAILAB | {"model_type": "gpt_oss"}, "model_type"),
+        (SAFEAILAB | {"num_experts": 4}, "num_experts"),
+        (SAFEAILAB | {"draft_vocab_size": 273}, "draft_vocab_size"),
+        (SAFEAILAB | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (SAFEAILAB | SLIDING, "sliding_window"),
+        (SAFEAILAB | SLIDING | {"sliding_window": 1}, "sliding_window"),
+        (SAFEAILAB | {TAPS: None}, TAPS),
+        (SAFEAILAB | {TAPS: [0, 2]}, TAPS),
+        (SPECULATORS | {"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm"),
+        (SPECULATORS | {"transformer_layer_config": None}, "transformer_layer_config"),
+        (SPECULATORS | {"draft_vocab_size": 273}, "draft_vocab_size"),
+        (SPECULATORS | {"quantization_config": {}}, "quantization_config"),
+        (DFLASH2 | {"draft_vocab_size": 100}, "draft_vocab_size"),
+        (DFLASH2 | {"sample_from_anchor": True}, "sample_from_anchor"),
+    ],
+)
+def test_what_a_drafter_cannot_do_is_refused_by_its_key(tmp_path: Path, fields: Config, named: str) -> None:
+    problems: list[str] = []
+    write_json(tmp_path / "config.json", fields)
+    assert parse_draft(tmp_path, (), problems, notes=[]) is None
+    assert any(f"drafter config.json key '{named}': expected " in line for line in problems), problems
+
+
 def test_dflash2_of_speculators_has_the_defaults_of_its_format(tmp_path: Path) -> None:
     found = read(tmp_path, DFLASH2)
     assert found.conv == BlockConv(kernel_size=2, group_size=16)

@@ -201,6 +201,34 @@ def test_a_key_that_contradicts_the_sizes_is_refused_by_name(
     assert f"key '{named}': expected " in target_refusal(write(family, **keys))
 
 
+FOREIGN: dict[str, Config] = {
+    "deepseek_v3": {"attention_bias": True, "mlp_bias": True, "sliding_window": 4, "moe_layer_freq": 2}
+    | {"scoring_func": "softmax", "topk_method": "greedy"},
+    "gemma4_text": {"attn_logit_softcapping": 50.0, "hidden_activation": "silu"},
+    "glm4_moe": {"sliding_window": 4, "scoring_func": "softmax", "topk_method": "greedy", "hidden_act": "gelu"},
+    "gpt_oss": {"mlp_bias": True, "attention_multiplier": 2.0},
+    "llama": {"residual_multiplier": 2.0, "logits_scaling": 2.0, "logit_scale": 2.0, "attention_multiplier": 2.0}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "add_cross_attention": True},
+    "llama4_text": {"attention_bias": True},
+    "minimax_m2": {"use_qk_norm": False, "qk_norm_type": "per_head", "sliding_window": 4, "attn_window_size": 4}
+    | {"num_expert_group": 2, "topk_group": 1, "scoring_func": "softmax", "use_routing_bias": False}
+    | {"shared_intermediate_size": 8, "routed_scaling_factor": 2.0, "layernorm_mlp_beta": 2.0}
+    | {"layernorm_full_attention_beta": 2.0, "layernorm_linear_attention_beta": 2.0},
+    "mistral": {"attention_bias": True, "num_local_experts": 4},
+    "phi3": {"attention_bias": True, "mlp_bias": True, "lm_head_bias": True, "full_attn_mod": 2},
+    "qwen2": {"attention_bias": False, "use_mrope": True, "num_experts": 4},
+    "qwen3_5_text": {"output_gate_type": "sigmoid", "attn_output_gate": False, "num_experts": 4},
+    "qwen3_next": {"output_gate_type": "sigmoid", "linear_num_key_heads": 0},
+}
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_a_feature_of_others_is_refused_by_its_key(write: Write, family: str) -> None:
+    read_target_spec(write(family))
+    for key, value in FOREIGN[family].items():
+        assert f"key '{key}': expected " in target_refusal(write(family, **{key: value})), key
+
+
 def test_special_tokens_are_those_of_the_language_model_and_a_tied_head_that_of_the_whole(write: Write) -> None:
     text = read_json(write("qwen3_5_text") / "config.json")
     outer: Config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
