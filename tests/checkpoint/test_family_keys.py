@@ -127,10 +127,14 @@ def test_a_changed_key_has_its_meaning(
     assert meaning(read_target_spec(write(family, **keys))) == expected
 
 
-def test_a_window_of_null_is_none(write: Write) -> None:
+def test_a_window_of_null_is_none_and_refused_where_some_layers_slide(write: Write) -> None:
     target = write("mistral")
     write_json(target / "config.json", read_json(target / "config.json") | {"sliding_window": None})
     assert windows(read_target_spec(target)) == [None] * 4
+    for family in ("gemma3_text", "gemma4_text", "gpt_oss"):
+        target = write(family)
+        write_json(target / "config.json", read_json(target / "config.json") | {"sliding_window": None})
+        assert "key 'sliding_window': expected an integer, since some layers are sliding" in target_refusal(target)
 
 
 @pytest.mark.parametrize("pattern", [2, 3, 5])
