@@ -1,6 +1,6 @@
 """Keys that a config.json leaves out mean what transformers takes them to mean."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
 from tests.checkpoint.refusals import read_target_spec
 from tests.factories import make_target, read_json, write_json
-from tests.parity.test_config_keys import FAMILIES, make
+from tests.parity.test_config_keys import FAMILIES, Config, changed_values, make
 from tests.specs import Flat
 
 
@@ -80,3 +81,46 @@ def test_the_value_that_an_absent_key_has_is_read_as_its_absence(tmp_path: Path,
     for name, value in absent.items():
         write_json(target / "config.json", fields | {name: value})
         assert read_target_spec(target) == spec, name
+
+
+def without_effect(target: Path, config: Config, spec: TargetSpec) -> Iterator[str]:
+    """Keys of which no other value changes the spec or is refused."""
+    for key, value in config.items():
+        others = [changed for changed in changed_values(value) if changed is not None]
+        specs = []
+        for other in others:
+            write_json(target / "config.json", config | {key: other})
+            with suppress(ConfigError):
+                specs.append(read_target_spec(target))
+        if others and specs == [spec] * len(others):
+            yield key
+
+
+# What another key or file says first, or what is of training, of an indexer, or of parts that the tiny models lack.
+_TRAINING = {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+_INDEXER = {"first_k_dense_replace", "index_head_dim", "index_n_heads", "layer_types", "max_position_embeddings"}
+_UNREAD: dict[str, set[str]] = {
+    "deepseek_v32": _INDEXER,
+    "gemma3_text": {"_sliding_window_pattern"},
+    "gemma4_text": {"moe_intermediate_size", "num_experts", "top_k_experts", "use_double_wide_mlp"}
+    | {"vocab_size_per_layer_input"},
+    "gemma4_unified_text": {"use_double_wide_mlp"},
+    "glm4_moe": {"partial_rotary_factor"},
+    "glm_moe_dsa": _INDEXER | {"indexer_types"},
+    "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
+    "phi3": {"original_max_position_embeddings"},
+    "qwen2": {"max_window_layers", "use_sliding_window"},
+    "qwen3": {"max_window_layers", "use_sliding_window"},
+    "qwen3_5_moe_text": {"intermediate_size", "partial_rotary_factor"},
+    "qwen3_5_text": {"partial_rotary_factor"},
+    "qwen3_moe": {"intermediate_size", "sliding_window"},
+    "qwen3_next": {"intermediate_size", "partial_rotary_factor"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_that_changes_a_model_is_left_unread(tmp_path: Path, family: Any) -> None:
+    target = make(tmp_path / "target", family)
+    config = read_json(target / "config.json")
+    unread = set(without_effect(target, config, read_target_spec(target)))
+    assert unread - {"eos_token_id", *HARMLESS_KEYS} - _TRAINING == _UNREAD.get(family, set())

@@ -167,6 +167,8 @@ def test_longrope_goes_as_far_as_its_short_factors(
     scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     keys = {"rope_parameters": None, "rope_scaling": scaling, "original_max_position_embeddings": original}
     notes: list[str] = []
+    other = {"rope_scaling": scaling | {"original_max_position_embeddings": 2 * original}}  # the outer key wins
+    assert positions(read_target_spec(write("phi3", **keys | other, max_position_embeddings=trained))) == expected
     spec = parse_target(write("phi3", **keys, max_position_embeddings=trained), [], notes=notes)
     assert spec is not None and positions(spec) == expected
     assert spec.attentions[0].rope.attention_factor == pytest.approx(amplitude)

@@ -223,6 +223,16 @@ def test_a_gated_delta_net_has_whole_groups_of_value_heads_on_every_rank() -> No
     assert share.state("s", "float32", num_records=5).num_records == 5
 
 
+@pytest.mark.parametrize(("tp_size", "heads"), [(1, (8, 2)), (2, (4, 1)), (4, (2, 1)), (8, (1, 1))])
+def test_ranks_share_the_heads_of_keys_and_values_or_hold_one_that_others_hold_too(
+    tp_size: int, heads: tuple[int, int]
+) -> None:
+    [gqa, *_] = _built(TargetSpec, TARGET | {"num_heads": 8}).attentions
+    share = gqa.shard(Mapping(world_size=tp_size, tp_size=tp_size))
+    assert (share.num_heads, share.num_kv_heads) == heads
+    assert share.state("s", "float32", None).num_kv_heads == heads[1]
+
+
 def test_records_of_recurrent_states_are_those_of_a_step_with_all_drafts() -> None:
     delta = GatedDelta(num_key_heads=1, num_value_heads=1, key_head_dim=4, value_head_dim=4, conv_size=4)
     target, draft = _built(TargetSpec, TARGET), _built(DraftSpec, DRAFT)
