@@ -72,6 +72,18 @@ def test_goodput_counts_requests_within_every_limit() -> None:
         assert found.good_fraction == pytest.approx(good / 4)
 
 
+def test_times_of_a_request_are_those_of_its_events_with_text() -> None:
+    one, two, none = (
+        record(0.5, 1, 0.0, num_output_tokens=1),
+        record(0.5, 2, 0.25, num_output_tokens=2),
+        record(0, 0, 0),
+    )
+    assert (one.time_per_output_token_s, two.time_per_output_token_s) == (None, 0.25)
+    assert replace(two, num_output_tokens=3).time_per_output_token_s == 0.125
+    assert (two.time_to_first_token_s, two.end_to_end_s, two.gaps_s) == (0.5, 0.75, (0.25,))
+    assert (none.ended_s, none.end_to_end_s, none.gaps_s) == (1.0, 0.0, ())
+
+
 def test_sums_are_over_all_rounds_and_speeds_over_their_time() -> None:
     slow = replace(RUN, duration_s=6.0, max_client_lag_s=0.5)
     found = report_of("s", LOAD, [slow, RUN], num_gpus=2, limits=LIMITS)

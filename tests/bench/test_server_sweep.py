@@ -62,6 +62,16 @@ def test_a_closed_load_has_as_many_requests_open_as_clients() -> None:
     assert len(done.records) == 9 and server.max_open == 3
 
 
+@pytest.mark.parametrize(
+    "load", [Load(num_conversations=2, concurrency=2), Load(num_conversations=2, request_rate_per_s=1e3)]
+)
+def test_a_load_lasts_until_its_last_token_whoever_gets_it(load: Load) -> None:
+    done = run(ScriptedServer([[0.3], [0.0]]), load)
+    ends = [record.ended_s for record in done.records]
+    assert done.duration_s == max(ends) - min(record.started_s for record in done.records) >= 0.3
+    assert abs(ends[0] - ends[1]) > 0.1
+
+
 def test_arrivals_at_a_rate_do_not_wait_for_answers() -> None:
     """Nine requests that take 0.4 s each, one after the other, would take 3.6 s."""
     server = ScriptedServer([[0.4]])

@@ -111,7 +111,11 @@ def test_half_precision_checkpoints_are_read(tmp_path: Path, dtype: torch.dtype)
     assert torch.equal(weights_of(pair)["target.norm"], reference.float())
 
 
-def test_a_value_that_is_not_finite_is_refused_while_reading(copy_of: Copy) -> None:
+@pytest.mark.parametrize("bytes_at_once", [2**26, 4])
+def test_a_value_that_is_not_finite_is_refused_while_reading(
+    copy_of: Copy, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int
+) -> None:
+    monkeypatch.setattr(weights, "_BYTES_AT_ONCE", bytes_at_once)
     target = copy_of("qwen3")
     edit_tensors(target, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
     with pytest.raises(CheckpointError, match=r"tensor 'target.norm': expected finite values .*NaN"):
