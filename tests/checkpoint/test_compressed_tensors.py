@@ -167,6 +167,13 @@ def test_scales_of_k_and_v_are_those_of_their_layer(source: Path, tmp_path: Path
     assert "model.layers.1.self_attn.k_scale" in pair_refusal(with_kv_scales(source, tmp_path / "one", [0]), None)
 
 
+@pytest.mark.parametrize("scale", [torch.ones(2), torch.ones(1, 1), torch.ones(1, dtype=torch.int32)])
+def test_a_scale_of_k_that_is_no_single_float_is_refused(source: Path, tmp_path: Path, scale: torch.Tensor) -> None:
+    path, name = with_kv_scales(source, tmp_path / "all", range(4)), "model.layers.1.self_attn.k_scale"
+    edit_tensors(path, lambda tensors: tensors.update({name: scale}))
+    assert f"tensor '{name}': expected F32 [], found " in pair_refusal(path, None)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("weights", {"num_bits": 8, "type": "int", "strategy": "channel"}, "symmetric int 4 in groups of a multiple of 32"),
     ("weights", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 48}, "expected float 8 per tensor"),
