@@ -14,6 +14,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.state_spec import PagedKv, PagedRows
 from tests.specs import layered
 
 DECODER: dict[str, Any] = {
@@ -268,3 +269,10 @@ def test_pages_are_fp8_where_their_own_model_has_scales() -> None:
             expected = scales if dtype != "float32" else (None, None)
             assert [(state.dtype, state.scales) for state in model] == [(dtype, scale) for scale in expected]
     assert engine_states(target, None, dtype="float32").draft == ()
+
+
+def test_a_chain_keeps_features_of_its_own_width_behind_the_pages_of_its_layer() -> None:
+    own = {"has_own_embedding": True, "draft_vocab_size": 100, "hidden_size": 32}
+    pages, features = _built(DraftSpec, EAGLE3 | own).states(dtype="bfloat16")
+    assert isinstance(pages, PagedKv)
+    assert features == PagedRows(name="draft_features", width=32, dtype="bfloat16")

@@ -194,6 +194,12 @@ def test_bfloat16_weights_of_scaled_blocks_are_rounded_once() -> None:
         assert torch.equal(format_of(weight).unscaled(weight, torch.bfloat16), dequantize(weight).bfloat16())
 
 
+def test_a_block_of_zeros_in_int4_has_the_scale_and_the_codes_of_its_compressor() -> None:
+    weight = quantized("int4", torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1), (1,))
+    assert isinstance(weight, Int4Weight)
+    assert float(weight.block_scale[0, 1]) == 2.0**-7 and set(weight.codes[0, 16:].tolist()) == {0x88}
+
+
 def test_the_even_column_of_int4_is_the_low_nibble() -> None:
     codes = torch.full((1, 16), 0x88, dtype=torch.uint8)
     codes[0, 0] = 0xF1  # -7, 7
