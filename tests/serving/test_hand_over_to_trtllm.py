@@ -1,7 +1,9 @@
 """What reaches TensorRT-LLM of a request and of the settings, field by field, and what a lost link leaves behind."""
 
 import dataclasses
+import gc
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.serving.tensorrt_llm import settings
 from dflash_trt.serving.tensorrt_llm.engine import TensorRTLLMEngine
-from dflash_trt.serving.tensorrt_llm.link import OnAnswer, OnLost
+from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost
 from dflash_trt.serving.tensorrt_llm.sampling import trtllm_params
 
 LIMITS = EngineLimits(max_batch_size=2, max_seq_len=64, max_num_tokens=64, max_draft_len=3, page_size=32)
@@ -58,14 +60,16 @@ OTHER_REQUEST_FIELDS |= {"cache_salt", "sample_index", "shares_prompt_of", "cons
 
 
 class RecordingLink:
-    """Answers nothing."""
+    """Answers what a test says."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.sent: list[Mapping[str, Any]] = []
         self.cancelled: list[str] = []
         self.error = error
+        self.is_closed = False
 
-    def start(self, on_answer: OnAnswer, on_lost: OnLost) -> None: ...
+    def start(self, on_answer: OnAnswer, on_lost: OnLost) -> None:
+        self.answer, self.lose = on_answer, on_lost
 
     def send(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
         if self.error is not None:
@@ -73,9 +77,12 @@ class RecordingLink:
         self.sent.append(params)
 
     def cancel(self, request_id: str) -> None:
+        if self.error is not None:
+            raise self.error
         self.cancelled.append(request_id)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def request(name: str = "a", **fields: Any) -> Request:
@@ -158,3 +165,120 @@ def test_a_request_that_cannot_be_sent_is_not_waited_for() -> None:
     engine.submit(request("a")).cancel()  # its name is free
     engine.close(drains=True)
     assert link.cancelled == ["a"]
+
+
+@pytest.fixture
+def link() -> RecordingLink:
+    return RecordingLink()
+
+
+@pytest.fixture
+def engine(link: RecordingLink) -> TensorRTLLMEngine:
+    """K = 2."""
+    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(num_draft_tokens=2))
+    engine.start()
+    return engine
+
+
+def test_an_answer_of_several_iterations_is_counted_as_them(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    stream = engine.submit(request("a"))
+    for token_ids in ((1, 2, 3, 4, 5), (6, 7)):
+        link.answer(Answer(request_id="a", token_ids=token_ids))
+    link.answer(Answer(request_id="unknown", token_ids=(9,)))
+    link.answer(Answer(request_id="a", finish_reason="length"))
+    steps = [(step.token_ids, step.num_candidates, step.num_accepted) for step in stream.result(10).steps]
+    assert steps == [((1,), 0, 0), ((2, 3, 4), 2, 2), ((5,), 2, 0), ((6, 7), 2, 1)]
+    assert engine.statistics().num_running_now == 0 and engine.statistics().num_emitted_tokens == 7
+    engine.check_integrity()
+    assert link.cancelled == []
+
+
+def test_a_forgotten_stream_ends_its_own_request_alone(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    old = engine.submit(request("a"))
+    link.answer(Answer(request_id="a", finish_reason="stop"))
+    new = engine.submit(request("a"))
+    del old
+    gc.collect()
+    link.answer(Answer(request_id="a", token_ids=(1,)))
+    assert not new.is_done and link.cancelled == []
+    del new
+    gc.collect()
+    kept = engine.submit(request("b"))
+    assert link.cancelled == ["a"] and not kept.is_done
+    del kept
+    gc.collect()
+    link.answer(Answer(request_id="b", token_ids=(1,)))
+    assert link.cancelled == ["a", "b"]
+
+
+def test_what_an_engine_cannot_take_is_refused(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    stream = engine.submit(request("a"))
+    with pytest.raises(RequestError, match="a request 'a' runs already"):
+        engine.submit(request("a"))
+    assert not stream.is_done
+    engine.close()
+    assert stream.result(10).finish_reason == "cancelled" and link.cancelled == ["a"] and link.is_closed
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.submit(request("b"))
+
+
+def test_a_lost_link_fails_what_runs_and_what_comes(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    streams = [engine.submit(request(name)) for name in "ab"]
+    link.error = BrokenPipeError("gone")
+    streams[0].cancel()
+    link.lose("it has ended")
+    ends = [(output.finish_reason, output.error) for output in (stream.result(10) for stream in streams)]
+    assert ends == [("cancelled", None), ("error", "it has ended")]
+    assert engine.failure == "it has ended"
+    with pytest.raises(RequestError, match="the engine has failed: it has ended"):
+        engine.submit(request("c"))
+    engine.close(drains=True)
+    assert engine.failure is None  # it is closed
+
+
+def test_a_link_that_ends_with_its_engine_is_no_failure(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    ended: list[bool] = []
+    stream = engine.submit(request("a"))
+    stream.call_at_end(lambda: ended.append(True))
+    engine.cancel("unknown")
+    engine.cancel("a")
+    assert ended == [True] and engine.statistics().num_requests_by_finish_reason == {"cancelled": 1}
+    engine.close()
+    link.lose("it has ended")
+    assert engine.failure is None
+
+
+class Record:
+    """The arguments that an engine was built with."""
+
+    def __init__(self, **args: Any) -> None:
+        self._args = args
+
+    def resolved_args(self, path: Any) -> dict[str, Any]:
+        return {"model": f"{path}/target", **self._args}
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ({}, {}),
+        ({"overlap_scheduling": True}, {"disable_overlap_scheduler": False}),
+        ({"overlap_scheduling": False}, {"disable_overlap_scheduler": True}),
+        ({"kv_cache_bytes": 4096}, {"kv_cache_config": {"dtype": "auto", "max_gpu_total_bytes": 4096}}),
+        (
+            {"kv_cache_free_memory_fraction": 0.25},
+            {"kv_cache_config": {"dtype": "auto", "free_gpu_memory_fraction": 0.25}},
+        ),
+        ({"num_draft_tokens": 2}, {"speculative_config": {"decoding_type": "DFlash", "max_draft_len": 2}}),
+        ({"num_draft_tokens": 0}, {"speculative_config": None}),
+        ({"use_drafter": False, "num_draft_tokens": None}, {"speculative_config": None}),
+    ],
+)
+def test_each_setting_is_its_own_argument(setting: dict[str, Any], changes: dict[str, Any]) -> None:
+    args = {"kv_cache_config": {"dtype": "auto"}, "disable_overlap_scheduler": True}
+    args["speculative_config"] = {"decoding_type": "DFlash", "max_draft_len": 3}
+    manifest = SimpleNamespace(tensorrt_llm=Record(**args))
+    engine: Any = SimpleNamespace(path="/engine", manifest=manifest)
+    found = settings.llm_args(engine, RuntimeConfig().model_copy(update={"num_draft_tokens": 3} | setting))
+    expected = {"model": "/engine/target", **args} | changes
+    assert found == {name: value for name, value in expected.items() if value is not None}

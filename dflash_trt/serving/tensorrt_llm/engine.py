@@ -64,7 +64,7 @@ class TensorRTLLMEngine:
         self._lock = threading.RLock()  # of what follows
         self._recorder = Recorder(time.monotonic())
         self._running: dict[str, _Running] = {}
-        self._forgotten: deque[str] = deque()  # requests whose streams were garbage collected
+        self._forgotten: deque[_Running] = deque()  # whose streams were garbage collected
         self._failure: str | None = None
         self._is_closed = False
         self._changed = threading.Condition(self._lock)
@@ -99,7 +99,7 @@ class TensorRTLLMEngine:
             mailbox, OutputProcessor(request, detokenizer, arrived_s=now), end=partial(self._end, running)
         )
         # A note only, as it may run in the middle of anything.
-        note = finalize(stream, self._forgotten.append, request.request_id)
+        note = finalize(stream, self._forgotten.append, running)
         note.atexit = False
         return stream
 
@@ -193,9 +193,7 @@ class TensorRTLLMEngine:
 
     def _end_forgotten(self) -> None:
         while self._forgotten:
-            running = self._running.get(self._forgotten.popleft())
-            if running is not None:
-                self._end(running, "cancelled")
+            self._end(self._forgotten.popleft(), "cancelled")
 
     def _lose(self, reason: str) -> None:
         """No more answers come."""
