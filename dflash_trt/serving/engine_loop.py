@@ -137,8 +137,8 @@ class EngineLoop:
             self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
             self._thread.start()
 
-    def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
-        """Refuse new requests and stop; `drains` lets the others finish first, for at most `timeout_s`.
+    def close(self, *, drains: bool = False) -> None:
+        """Refuse new requests and stop; `drains` lets the others finish first.
 
         The remaining requests get finish_reason "cancelled". Does nothing when called again, or in a forked child.
         """
@@ -148,7 +148,7 @@ class EngineLoop:
             self._is_closed = True
             self._changed.notify_all()
             if drains and self._thread is not None:
-                self._changed.wait_for(lambda: not self._mailboxes, timeout_s)
+                self._changed.wait_for(lambda: not self._mailboxes)
         while drains and self._thread is None and self.step():
             pass
         with self._lock:

@@ -40,8 +40,8 @@ class LocalEngine(EngineLoop):
         self.page_plan = executor.page_plan
         self._executor = executor
 
-    def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
-        super().close(drains=drains, timeout_s=timeout_s)
+    def close(self, *, drains: bool = False) -> None:
+        super().close(drains=drains)
         self._executor.close()
 
     def _replace_executor(self) -> EngineExecutor:
