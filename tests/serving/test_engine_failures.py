@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -259,6 +260,7 @@ def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait
         opened.append(make_executor(ROOMY))
         return opened[-1]
 
+    threads = set(threading.enumerate())
     loop = EngineLoop(Mortal(num_steps=4), overlaps=overlaps, reopen=reopen)
     requests = [make_request(f"r{i}", range(i, i + 5), max_new_tokens=40) for i in range(6)]  # 4 run, 2 wait
     streams = [loop.submit(request) for request in requests]
@@ -277,6 +279,7 @@ def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait
     assert list(stream.result().token_ids) == expected_tokens(make_executor(ROOMY), later)
     assert loop.statistics().scheduler.num_pages_in_use_now == 0
     loop.close()
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("can_reopen", [False, True])

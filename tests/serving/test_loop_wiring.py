@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.batch import RequestResult, StepBatch
+from dflash_trt.core.errors import RequestError
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
+from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -218,11 +221,14 @@ def test_a_stop_string_and_broken_text_are_counted_as_what_they_are(codec: TextC
 
 
 def test_pending_chunks_become_one_that_has_all_of_them() -> None:
+    tops = tuple((TokenLogprob(token, -0.5),) for token in (1, 2, 3))
+    own: dict[str, Any] = {"sample_index": 4}
     chunks = [
-        StreamChunk(text="a", token_ids=(1,), logprobs=(-0.1,), num_draft_tokens=3, num_accepted_tokens=0),
-        StreamChunk(text="", token_ids=(2, 3), logprobs=(-0.2, -0.3), num_draft_tokens=2, num_accepted_tokens=1),
-        StreamChunk(text="b", token_ids=(), finish_reason="stop"),
-    ]
+        StreamChunk(text="a", token_ids=(1,), logprobs=(-0.1,), num_draft_tokens=3, top_logprobs=tops[:1], **own),
+        StreamChunk(text="", token_ids=(2, 3), logprobs=(-0.2, -0.3), num_draft_tokens=2, num_accepted_tokens=1,
+                    top_logprobs=tops[1:], **own),
+        StreamChunk(text="b", token_ids=(), finish_reason="stop", **own),
+    ]  # fmt: skip
     assert merged(chunks) == StreamChunk(
         text="ab",
         token_ids=(1, 2, 3),
@@ -230,6 +236,8 @@ def test_pending_chunks_become_one_that_has_all_of_them() -> None:
         num_draft_tokens=5,
         num_accepted_tokens=1,
         finish_reason="stop",
+        top_logprobs=tops,
+        **own,
     )
 
 
@@ -307,3 +315,73 @@ def test_close_lets_requests_finish_when_it_is_asked_to(drains: bool) -> None:
     threading.Timer(0.1, executor.open).start()
     generator.close(drains=drains)
     assert stream.result(WAIT_S).finish_reason == ("length" if drains else "cancelled")
+
+
+@pytest.mark.parametrize("option", [{"on_ready": 5}, {"max_pending_tokens": 0}, {"max_pending_tokens": 1.5}])
+def test_an_option_of_a_wrong_kind_is_refused(option: dict[str, Any]) -> None:
+    loop = make_loop()
+    (name,) = option
+    with pytest.raises(RequestError, match=f"{name}: expected None, or"):
+        loop.submit(make_request("r"), **option)
+    loop.check_integrity()
+    assert not loop.step()
+
+
+def test_a_device_with_a_queue_has_two_steps_while_tokens_are_delivered_and_no_thread_of_ours() -> None:
+    class Queued(FakeExecutor):
+        has_queue = True
+        num_submitted = 0
+
+        def submit(self, plan: StepPlan) -> FinishedStep:
+            self.num_submitted += 1
+            return super().submit(plan)
+
+    before = set(threading.enumerate())
+    executor, found = Queued(make_limits(), vocab_size=VOCAB_SIZE), list[int]()
+    loop = EngineLoop(executor, overlaps=True)
+    stream = loop.submit(make_request("r", max_new_tokens=40), on_ready=lambda: found.append(executor.num_submitted))
+    for _ in range(3):
+        loop.step()
+        stream.take_steps()
+    assert found == [3, 4, 5]  # the one that has ended included
+    assert set(threading.enumerate()) == before
+    loop.close()
+
+
+def test_a_device_that_is_lost_while_a_step_runs_again_is_lost(overlaps: bool) -> None:
+    class Dying(FakeExecutor):
+        can_retry = True
+        num_runs = 0
+
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+            self.num_runs += 1
+            if self.num_runs > 2:
+                self.can_retry = self.num_runs == 3
+                raise RuntimeError("CUDA error")
+            return super().run_rows(batch)
+
+    loop = EngineLoop(Dying(make_limits(), vocab_size=VOCAB_SIZE), overlaps=overlaps)
+    streams = [loop.submit(make_request(name, max_new_tokens=40)) for name in ("r", "s")]
+    logging.disable(logging.CRITICAL)
+    run(loop)
+    logging.disable(logging.NOTSET)
+    assert [stream.result().finish_reason for stream in streams] == ["error"] * 2
+    assert loop.failure is not None and "CUDA error" in loop.failure
+    loop.close()
+
+
+def test_a_row_that_fails_after_its_request_has_left_fails_no_namesake(overlaps: bool) -> None:
+    class Leaving(FakeExecutor):
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+            if any(row.request_id == "bad" and 9 in row.token_ids for row in batch.requests):
+                if len(streams) == 2:
+                    loop.cancel("bad")
+                    streams.append(loop.submit(make_request("bad")))
+                raise RuntimeError("no")
+            return super().run_rows(batch)
+
+    loop = make_loop(Leaving(make_limits(), vocab_size=VOCAB_SIZE), overlaps=overlaps)
+    streams = [loop.submit(make_request("good")), loop.submit(make_request("bad", (9, 9)))]
+    run(loop)
+    assert [stream.result().finish_reason for stream in streams] == ["length", "cancelled", "length"]
+    loop.close()

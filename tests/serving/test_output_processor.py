@@ -1,6 +1,7 @@
 """Outputs that do not depend on how steps grouped the tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.core.logprobs import TopTokens
 from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEvent
+from dflash_trt.serving.detokenizer import ByteDetokenizer
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_request
@@ -68,6 +70,44 @@ def test_a_stop_string_cuts_the_likely_tokens_with_the_tokens(codec: TextCodec) 
     assert last is not None and last.output is not None
     found = [row[0].token_id for row in last.output.top_logprobs]
     assert found == list(last.output.token_ids) and len(found) < len(token_ids)
+
+
+def test_each_chunk_has_the_likely_tokens_of_its_own(codec: TextCodec) -> None:
+    output_processor = OutputProcessor(replace(make_request("r"), sample_index=2), codec.detokenizer(), arrived_s=10.0)
+    chunks = []
+    for token in (5, 6, 7):
+        top = TopTokens(np.array([[token]]), np.zeros((1, 1), np.float32))
+        event = TokenEvent(request_id="r", token_ids=(token,), top=top)
+        chunks.append(output_processor.read([(event, 11.0)]))
+    chunks.append(output_processor.read([(END, 20.0)]))
+    assert all(chunk is not None for chunk in chunks)
+    found = [[row[0].token_id for row in chunk.top_logprobs] for chunk in chunks if chunk is not None]
+    assert found == [[5], [6], [7], []]
+    assert {chunk.sample_index for chunk in chunks if chunk is not None} == {2}
+
+
+def test_a_text_whose_end_cannot_be_made_is_an_error(codec: TextCodec, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ByteDetokenizer):
+        def flush(self) -> str:
+            raise ValueError("no such end")
+
+    output_processor = OutputProcessor(make_request("r"), Broken(lambda token: b"x"), arrived_s=10.0)
+    output_processor.read([(TokenEvent(request_id="r", token_ids=(1,)), 11.0)])
+    last = output_processor.read([(END, 20.0)])
+    assert last is not None and last.output is not None
+    assert (last.output.finish_reason, last.output.error) == ("error", "ValueError: no such end")
+    assert (last.output.text, last.output.token_ids) == ("x", (1,))
+    assert "could not be turned into text" in caplog.text
+
+
+def test_a_stop_string_that_only_the_end_completes_does_not_hide_another_end(tmp_path: Path) -> None:
+    codec = TextCodec.open(write_byte_fallback(tmp_path))
+    stop = ("\N{REPLACEMENT CHARACTER}",)
+    output_processor = OutputProcessor(make_request("r", stop=stop), codec.detokenizer(), arrived_s=10.0)
+    output_processor.read([(TokenEvent(request_id="r", token_ids=(3 + 0xE4,)), 11.0)])
+    last = output_processor.read([(END._replace(finish_reason="error", error="lost"), 20.0)])
+    assert last is not None and last.output is not None
+    assert (last.output.finish_reason, last.output.error, last.output.text) == ("error", "lost", "")
 
 
 def test_a_stop_string_in_a_run_of_bytes_ends_the_text_at_its_last_byte(tmp_path: Path) -> None:

@@ -108,11 +108,59 @@ def test_a_reader_waits_for_the_next_chunk() -> None:
     assert got is not None and got.token_ids == (7,)
 
 
-def test_waiting_can_be_bounded() -> None:
+@pytest.mark.parametrize("timeout_s", [0.01, 0])
+def test_waiting_can_be_bounded(timeout_s: float) -> None:
     engine = Engine()
-    with pytest.raises(TimeoutError, match=r"no token within 0.01 s"):
-        engine.stream.take(timeout_s=0.01)
+    for wait in (engine.stream.take, engine.stream.result):
+        with pytest.raises(TimeoutError, match=f"no token within {timeout_s} s"):
+            wait(timeout_s=timeout_s)
     assert not engine.mailbox._waiters, "nobody waits any more"
+
+
+def test_what_gives_no_chunk_does_not_prolong_the_wait() -> None:
+    """After the stop string, until the engine has learned of it."""
+    engine = Engine(detokenizer=detokenizer(), stop=("a",), ends_at_once=False)
+    put_text(engine, "a")
+    is_over = threading.Event()
+
+    def put_more() -> None:
+        started = time.monotonic()
+        while not is_over.wait(0.005) and time.monotonic() < started + 5:
+            put_text(engine, "b")
+
+    thread = threading.Thread(target=put_more)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        engine.stream.take(timeout_s=0.05)
+    assert thread.is_alive()
+    is_over.set()
+
+
+def test_who_wants_each_step_can_wait_for_them_asynchronously() -> None:
+    engine = Engine()
+    engine.put(1)
+    engine.put(2, 3)
+
+    async def read() -> list[list[tuple[int, ...]]]:
+        threading.Timer(0.05, engine.finish).start()
+        return [[chunk.token_ids for chunk in await engine.stream.take_steps_async()] for _ in range(3)]
+
+    assert asyncio.run(asyncio.wait_for(read(), 30)) == [[(1,), (2, 3)], [()], []]
+
+
+def test_a_reader_that_gives_up_while_it_is_woken_leaves_the_others_awake() -> None:
+    engines = [Engine(), Engine()]
+
+    async def read() -> StreamChunk | None:
+        first, second = (asyncio.create_task(engine.stream.take_async()) for engine in engines)
+        await asyncio.sleep(0.01)
+        for engine in engines:
+            engine.put(7)
+        first.cancel()
+        return await second
+
+    chunk = asyncio.run(asyncio.wait_for(read(), 10))
+    assert chunk is not None and chunk.token_ids == (7,)
 
 
 def test_async_readers_are_woken_from_another_thread() -> None:
