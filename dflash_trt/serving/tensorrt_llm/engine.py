@@ -198,8 +198,6 @@ class TensorRTLLMEngine:
     def _lose(self, reason: str) -> None:
         """No more answers come."""
         with self._lock:
-            if self._is_closed and not self._running:
-                return
             self._failure = reason
             left = list(self._running.values())
             self._changed.notify_all()
