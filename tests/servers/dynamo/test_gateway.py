@@ -13,6 +13,7 @@ pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from dflash_trt.servers.dynamo import gateway
 from dflash_trt.servers.dynamo.event_streams import events
 from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
 from dflash_trt.servers.dynamo.settings import GatewaySettings
@@ -273,8 +274,49 @@ def test_structured_outputs_go_past_the_front_end() -> None:
         assert json.loads(annotation.removeprefix("dflash-trt:")) == {parameter: expected}
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions?a=b"), ("GET", "/metrics?a=b")])
+def test_headers_and_queries_pass_in_both_directions(method: str, path: str) -> None:
+    """But for those of a connection, and of an encoding that the gateway has to read."""
+    seen: dict[str, str] = {}
+
+    async def echo(request: web.Request) -> web.Response:
+        seen.update({name.lower(): value for name, value in request.headers.items()}, path=request.path_qs)
+        return web.json_response({}, headers={"X-Answer": "yes"})
+
+    async def run() -> dict[str, str]:
+        front = web.Application()
+        front.router.add_route("*", "/{path:.*}", echo)
+        async with TestServer(front) as server:
+            app = make_app(Gateway(settings(str(server.make_url("")).rstrip("/")), limit=4))
+            async with TestServer(app) as door, ClientSession() as session:
+                sent = {"Authorization": "Bearer x", "X-Request-Id": "7", "TE": "trailers", "Accept-Encoding": "br"}
+                content = b'{"prompt": "x"}' if method == "POST" else None
+                async with session.request(method, door.make_url(path), headers=sent, data=content) as answer:
+                    return dict(answer.headers)
+
+    answered = asyncio.run(run())
+    assert (seen["authorization"], seen["x-request-id"], seen["path"]) == ("Bearer x", "7", path)
+    assert (seen.get("te"), seen["accept-encoding"]) == (None, "identity")
+    assert method == "POST" or answered["X-Answer"] == "yes"
+
+
+def test_a_body_that_never_comes_is_answered_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_BODY_S", 0.1)
+
+    async def run() -> bytes:
+        async with TestServer(make_app(Gateway(settings("http://127.0.0.1:1"), limit=4))) as door:
+            reader, writer = await asyncio.open_connection(door.host, door.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{")
+            head = await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+            return head
+
+    assert b" 408 " in asyncio.run(run())
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
     assert "POST /v1/completions" in refusal(b"x" * (2**20 + 2 * 2**20 + 1), 413)
+    assert "expected an object of JSON" in refusal(b"x" * (2**20 + 2 * 2**20))
 
 
 def test_half_open_connections_give_way_to_clients() -> None:

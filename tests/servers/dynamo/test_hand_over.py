@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,6 +317,30 @@ def test_blocks_are_the_same_on_every_replica_and_apart_by_salt_parent_and_token
     assert blocks.stored.items() - published(pages, removed=22).stored.items() == {[*blocks.stored.items()][-1]}
 
 
+def test_the_publisher_goes_on_after_a_failure_and_ticks_all_the_while(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Blocks):
+        def publish_stored(self, token_ids, *args: Any, **kwargs: Any) -> None:
+            if token_ids == [1, 2]:
+                raise ConnectionError("no router")
+            super().publish_stored(token_ids, *args, **kwargs)
+
+    blocks, events, num_ticks = Failing(), PrefixEvents(), threading.Semaphore(0)
+    events.stored(9, None, (7, 8), "")  # before there is a publisher
+    events.publish_to(blocks)
+    events.stored(4, None, (1, 2), "")
+    events.stored(5, None, (3, 4), "")
+    events.stored(6, 9, (5, 6), "")
+
+    def tick() -> None:
+        num_ticks.release()
+        raise RuntimeError("no statistics")
+
+    events.start(tick)
+    assert all(num_ticks.acquire(timeout=30) for _ in range(3))
+    events.close()
+    assert len(blocks.stored) == 3 and "the router was not told" in caplog.text
+
+
 def test_what_was_not_asked_for_is_not_told() -> None:
     answer = response(last_chunk(prompt_logprobs=None), max_draft_len=0, has_logprobs=False)
     assert "engine_data" not in answer and "log_probs" not in answer
@@ -520,6 +545,20 @@ def test_a_worker_hands_requests_over_and_names_errors(worker: Any) -> None:
     assert worker._service.aborted == ["front-1"]
     asyncio.run(worker.cleanup())
     assert worker._service.is_closed and worker._events.is_closed
+    (source,) = asyncio.run(worker.kv_event_sources())
+    assert (source.on_ready, source.dp_rank, worker.component_metrics_dp_ranks()) == ("publish_to", 0, [0])
+
+
+def test_a_worker_registers_the_metrics_of_its_engine(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(contract, "register_engine_registry", lambda *given: registered.append(given))
+    asyncio.run(worker.register_prometheus("metrics"))
+    ((metrics, registry),) = registered
+    assert metrics == "metrics" and registry.get_sample_value("dflash_trt:steps_total") == SCHEDULER.num_steps
+    monkeypatch.setattr(ScriptedService, "statistics", lambda self: dataclasses.replace(STATISTICS, scheduler=None))
+    worker.attach_snapshot_publisher(None)
+    worker._tick()  # an engine of another runtime has no pages
+    assert worker.failure is None
 
 
 def test_a_worker_tells_the_router_how_full_it_is(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

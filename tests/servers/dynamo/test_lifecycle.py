@@ -172,6 +172,23 @@ def test_the_directory_of_a_service_that_was_killed_is_removed_by_the_next(
     assert list(tmp_path.iterdir()) == [foreign]
 
 
+def test_a_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_trt.servers.dynamo.state_directory.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    linked, own = tmp_path / "dflash-trt-serve-link", tmp_path / "dflash-trt-serve-dead"
+    linked.symlink_to(tmp_path / "elsewhere")
+    own.mkdir()
+    for path in (linked, own):
+        (path / "lock").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.geteuid", lambda: 12345)
+        with state_directory():
+            assert linked.is_dir() and own.is_dir()
+    with state_directory():
+        assert (linked / "lock").exists() and not own.exists()
+
+
 def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(demo: Path, tmp_path: Path) -> None:
     started = time.monotonic()
     with (

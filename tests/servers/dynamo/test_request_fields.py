@@ -99,6 +99,17 @@ def test_all_problems_are_in_one_error() -> None:
         read(sampling_options={"best_of": 3, "length_penalty": 2.0}, output_options={"new_field": 1})
 
 
+def test_a_prompt_that_fills_the_context_is_the_engines_to_refuse() -> None:
+    for num_tokens, max_new_tokens in ((62, 2), (63, 1), (64, 1), (90, 1)):
+        assert read(token_ids=[1] * num_tokens).sampling.max_new_tokens == max_new_tokens
+
+
+@pytest.mark.parametrize("text", ["{", "5", '{"no_such_field": 1}'])
+def test_an_annotation_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=r"nvext\.annotations: expected"):
+        read(annotations=[f"dflash-trt:{text}"])
+
+
 STEPS = (
     TokenEvent("r", (5,)),
     TokenEvent("r", (6, 7), num_candidates=3, num_accepted=1),
