@@ -194,6 +194,22 @@ def test_the_watch_is_told_of_the_first_request_and_its_word_ends_the_service(ex
     generator.close()
 
 
+def test_an_engine_that_has_failed_is_reported_when_its_requests_have_ended(executor, monkeypatch) -> None:
+    generator, failures = make_generator(executor), list[str]()
+    settings = ModelSettings(engine_dir="")
+    service = EngineService(generator, settings, vocab_size=VOCAB_SIZE, on_engine_failed=failures.append)
+    client = ask(service, input_ids=[5, 6, 7], max_tokens=5)
+    monkeypatch.setattr(Generator, "failure", "the device is lost")
+    service._look_after_engine()
+    assert failures == []
+    executor.open()
+    assert client.ended.wait(30)
+    until(lambda: failures)
+    assert set(failures) == {"the device is lost"}
+    service.close()
+    generator.close()
+
+
 def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executor, monkeypatch) -> None:
     service, generator = gated
     submit, is_cancelled = generator.submit_samples, threading.Event()
