@@ -246,3 +246,14 @@ def test_a_constraint_that_passed_is_tried_once(llm: LLM, monkeypatch: pytest.Mo
     first = llm.generate("x", again)
     monkeypatch.setattr("dflash_trt.serving.grammar.Vocabulary.try_out", lambda *_: pytest.fail("tried again"))
     assert llm.generate("x", again).text == first.text == "1"
+
+
+def test_the_constraint_that_was_used_longest_ago_is_forgotten(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.codec is not None
+    compiler, tried = GrammarCompiler(llm.codec.backend, vocab_size=272), list[str]()
+    compiler.compile(SamplingParams(regex="z"))
+    monkeypatch.setattr("dflash_trt.serving.grammar._MAX_COMPILED", 2)
+    monkeypatch.setattr("dflash_trt.serving.grammar.Vocabulary.try_out", lambda _, field, text: tried.append(text))
+    found = [compiler.compile(SamplingParams(regex=text)) for text in "zazbazb"]
+    assert "".join(tried) == "abazb"
+    assert found[0] is found[2]

@@ -326,14 +326,21 @@ def test_leaving_a_stream_ends_its_request() -> None:
         executor.open()
 
 
-@pytest.mark.parametrize("num_samples", [1, 3])
-def test_so_many_requests_are_given_to_the_engine_and_no_more(num_samples: int) -> None:
+@pytest.mark.parametrize(("num_samples", "is_async"), [(1, False), (3, False), (1, True)])
+def test_so_many_requests_are_given_to_the_engine_and_no_more(num_samples: int, is_async: bool) -> None:
     """A list of any length keeps the places busy, and not the engine's memory."""
     executor = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE)
     most = 4  # for each place
     with make_generator(executor) as generator:
         prompts, sampling = [[i] for i in range(10)], SamplingParams(max_new_tokens=3, n=num_samples)
-        thread = threading.Thread(target=generator.generate, args=(prompts, sampling))
+
+        def generate() -> None:
+            if is_async:
+                asyncio.run(generator.generate_async(prompts, sampling))
+            else:
+                generator.generate(prompts, sampling)
+
+        thread = threading.Thread(target=generate)
         thread.start()
         deadline_s = time.monotonic() + WAIT_S
         while _num_given(generator) < most and time.monotonic() < deadline_s:
@@ -420,6 +427,34 @@ def test_an_interrupted_call_leaves_nothing_running(generator: Generator) -> Non
     statistics = generator.statistics
     assert statistics.scheduler.num_running_now == statistics.scheduler.num_waiting_now == 0
     generator.check_integrity()
+
+
+def test_a_list_waits_while_others_fill_the_queue() -> None:
+    executor, outputs = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE), list[GenerationOutput]()
+    with make_generator(executor, max_queue_len=1) as generator:
+        streams = [generator.submit([1], GREEDY)]
+        assert executor.entered.wait(WAIT_S)
+        streams.append(generator.submit([2], GREEDY))
+        thread = threading.Thread(target=lambda: outputs.extend(generator.generate([[3]], GREEDY)))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        executor.open()
+        thread.join(WAIT_S)
+    assert [output.finish_reason for output in outputs] == ["length"] and all(stream.is_done for stream in streams)
+
+
+def test_a_generator_checks_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_generator() as generator:
+        generator.check_integrity()
+        monkeypatch.setattr(generator._engine, "check_integrity", lambda: pytest.fail("a page is lost"))
+        with pytest.raises(pytest.fail.Exception, match="a page is lost"):
+            generator.check_integrity()
+
+
+def test_the_longest_prompt_is_taken(generator: Generator) -> None:
+    longest = list(range(199))  # max_seq_len is 200
+    assert len(generator.generate(longest, GREEDY).token_ids) == 1
 
 
 def test_a_closed_generator_refuses() -> None:

@@ -155,6 +155,21 @@ def test_a_refused_prompt_of_a_list_is_refused_once(generator: Generator) -> Non
     assert [sample.error for sample in taken.samples] == [None, None]
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_listener_hears_of_every_sample(num_samples: int) -> None:
+    loop, ready = make_loop(), list[bool]()
+    generator = _without_thread(loop)
+    sampling = replace(SAMPLED, n=num_samples)
+    streams = generator.submit_samples(PROMPT[:9], sampling, on_ready=lambda: ready.append(True))
+    tokens: dict[int, int] = {}
+    while loop.step():
+        for chunk in streams.take_steps() if ready else ():
+            tokens[chunk.sample_index] = tokens.get(chunk.sample_index, 0) + len(chunk.token_ids)
+        ready.clear()
+        assert streams.take_steps() == []
+    assert tokens == dict.fromkeys(range(num_samples), 6)
+
+
 def test_seeds_of_samples_are_far_apart() -> None:
     seeds = {sample_seed(seed, index) for seed in range(20) for index in range(20)}
     assert len(seeds) == 400 and all(0 <= seed < 2**63 for seed in seeds)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders
 
 from dflash_trt.core.errors import EngineDirError, RequestError
 from dflash_trt.serving.detokenizer import ByteDetokenizer, ByteFallbackDetokenizer, Detokenizer, WindowDetokenizer
@@ -12,6 +13,7 @@ from dflash_trt.serving.text import TextCodec
 from tests.serving.tokenizers import (
     CHAT_TEMPLATE,
     TEXTS,
+    save,
     write_byte_fallback,
     write_byte_level,
     write_metaspace,
@@ -175,6 +177,43 @@ def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tmp_path: P
     codec = TextCodec.open(write_plain_bytes(tmp_path))
     half = codec.encode("🙂")[:3]
     assert pieces(codec.detokenizer(), half) == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def decoding(codec: TextCodec, decoder: decoders.Decoder, path: Path) -> TextCodec:
+    """The same vocabulary with another decoder."""
+    tokenizer = Tokenizer.from_str(codec.backend.to_str())
+    tokenizer.decoder = decoder
+    return TextCodec.open(save(tokenizer, path, None))
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_known"),
+    [
+        ([decoders.ByteFallback()], True),
+        ([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)], True),
+        ([decoders.Replace("▁", " "), decoders.Replace("a", "b"), decoders.ByteFallback(), decoders.Fuse()], True),
+        ([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip("x", 1, 0)], False),
+        ([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)], False),
+        ([decoders.Replace(Regex("▁+"), " "), decoders.ByteFallback(), decoders.Fuse()], False),
+        ([decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.Fuse()], False),
+        ([decoders.Fuse(), decoders.ByteFallback()], False),
+    ],
+)
+def test_a_decoder_is_followed_where_it_is_known(byte_fallback: TextCodec, tmp_path, steps, is_known) -> None:
+    codec = decoding(byte_fallback, decoders.Sequence(steps), tmp_path)
+    assert isinstance(codec.detokenizer(), ByteFallbackDetokenizer) == is_known
+    if is_known:
+        (space,) = (codec.backend.token_to_id("▁"),)
+        letter = codec.backend.token_to_id("a")
+        for token_ids in ([space, space, space, letter], [space, letter, space, 3 + 0xC3, 3 + 0xA9], [letter, space]):
+            assert "".join(pieces(codec.detokenizer(), token_ids)) == codec.decode(token_ids)
+
+
+def test_bytes_of_a_window_are_held_for_as_long_as_a_character_may_last() -> None:
+    """Sixteen tokens, then what cannot become text is given out."""
+    codes = {token: "\N{REPLACEMENT CHARACTER}" * token for token in range(40)}
+    detokenizer = WindowDetokenizer(lambda token_ids: codes[len(token_ids)])
+    assert [len(detokenizer.push([1])) for _ in range(17)] == [0] * 16 + [17]
 
 
 # Chat

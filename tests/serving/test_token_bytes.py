@@ -82,6 +82,44 @@ def test_a_long_text_is_refused_without_tokenizing_it(codecs: dict[str, TextCode
         codec.encode("x" * 4_000_000, max_tokens=100)
 
 
+def write_replacing(path: Path) -> Path:
+    """Four letters become one, which is a token; what is unknown is a token for each character."""
+    vocab = {piece: index for index, piece in enumerate(["<unk>", *"abé", "ab"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace("aaaa", "b")
+    return save(tokenizer, path, None)
+
+
+@FEW
+@given(text=st.text("abcdé🙂", max_size=30))
+@example(text="aaaa" * 10)
+@example(text="🙂" * 10)
+def test_no_text_that_becomes_shorter_is_refused(replacing: TextCodec, text: str) -> None:
+    assert len(text.encode()) <= replacing.max_text_bytes(len(replacing.encode(text)))
+    assert replacing.max_text_bytes(10) == 10 * len("<unk>") * 4
+
+
+@pytest.fixture(scope="module")
+def replacing(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.open(write_replacing(tmp_path_factory.mktemp("replacing")))
+
+
+def _fuse_unknown(tokenizer: Tokenizer) -> None:
+    vocab = {piece: index for index, piece in enumerate(["<unk>", "a"])}
+    tokenizer.model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+
+
+def test_unknown_characters_that_become_one_token_may_be_many(tmp_path: Path) -> None:
+    codec = changed(tmp_path, _fuse_unknown)
+    assert len(codec.encode("x" * 100_000, max_tokens=1)) == 1
+
+
+def test_a_doubtful_limit_grows_with_the_longest_token(tmp_path: Path) -> None:
+    codec = TextCodec.open(write_word_pieces(tmp_path, more_pieces=("x" * 40,)))
+    assert (codec.max_text_bytes(10), codec.max_text_bytes(10_000)) == (2**20, 10_000 * 40 * 16)
+
+
 def _strip(tokenizer: Tokenizer) -> None:
     tokenizer.normalizer = normalizers.Strip()
 

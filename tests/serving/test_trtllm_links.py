@@ -1,0 +1,190 @@
+"""The words of trtllm-serve and of the worker's process, as answers of a request; no TensorRT-LLM, no stand-in."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from dflash_trt.core.errors import EngineDirError
+from dflash_trt.serving.tensorrt_llm import server as server_module
+from dflash_trt.serving.tensorrt_llm.link import Answer
+from dflash_trt.serving.tensorrt_llm.process import _answer
+from dflash_trt.serving.tensorrt_llm.server import Server
+from tests.serving.engines import until
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"kind": "tokens", "token_ids": [1, 2]}, {"token_ids": (1, 2)}),
+        ({"kind": "end", "reason": "stop"}, {"finish_reason": "stop"}),
+        ({"kind": "end", "reason": "length"}, {"finish_reason": "length"}),
+        ({"kind": "end", "reason": "timeout"}, {"finish_reason": "timeout"}),
+        ({"kind": "end", "reason": "cancelled"}, {"finish_reason": "cancelled"}),
+        ({"kind": "end", "reason": "error", "error": "no"}, {"finish_reason": "error", "error": "no"}),
+        ({"kind": "end", "reason": "odd"}, {"finish_reason": "error", "error": "TensorRT-LLM ended it with 'odd'"}),
+    ],
+)
+def test_a_line_of_the_worker_is_an_answer(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert _answer({"id": "a"} | message) == Answer(request_id="a", **expected)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Below /base, as a proxy may have it; `lines` are its answer to every completion."""
+
+    server: Any
+
+    def do_GET(self) -> None:
+        self._begin(200 if self.path == "/base/v1/models" else 404)
+        self.wfile.write(json.dumps(self.server.models).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        self._begin(self.server.status)
+        for line in self.server.lines:
+            self.wfile.write(line.encode() + b"\n\n")
+        self.wfile.flush()
+        if self.server.hangs:
+            self.server.hung_up.append(self.rfile.read(1) == b"")
+
+    def _begin(self, status: int) -> None:
+        self.send_response(status)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def http() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.models, server.asked, server.status, server.lines = {"data": [{"id": "m"}]}, [], 200, []
+    server.hangs, server.hung_up = False, []
+    server.url = f"http://127.0.0.1:{server.server_address[1]}/base/"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@contextmanager
+def listening(http: Any) -> Iterator[tuple[Server, list[Answer], threading.Semaphore]]:
+    link, answers, came = Server(http.url), list[Answer](), threading.Semaphore(0)
+
+    def take(answer: Answer) -> None:
+        answers.append(answer)
+        came.release()
+
+    link.start(take, lambda reason: None)
+    yield link, answers, came
+    link.close()
+
+
+def event(**choice: Any) -> str:
+    return "data: " + json.dumps({"choices": [{"finish_reason": None, "token_ids": None} | choice]})
+
+
+TOKENS = event(token_ids=[1, 2])
+HUNG_UP = "trtllm-serve hung up"
+
+
+@pytest.mark.parametrize(
+    ("lines", "ends"),
+    [
+        ([TOKENS, event(token_ids=[3], finish_reason="stop"), "data: [DONE]"], [((1, 2), None), ((3,), "stop")]),
+        ([": a comment", TOKENS, event(finish_reason="length")], [((1, 2), None), ((), "length")]),
+        ([TOKENS, 'data: {"choices": [], "usage": {}}', "data: [DONE]"], [((1, 2), None), ((), HUNG_UP)]),
+        ([TOKENS], [((1, 2), None), ((), HUNG_UP)]),
+        ([TOKENS, event(finish_reason="odd")], [((1, 2), None), ((), "it ended with 'odd'")]),
+        (['data: {"error": "lost"}'], [((), "trtllm-serve: OSError: lost")]),
+        ([event(text="x")], [((), "no token_ids in its answer: expected TensorRT-LLM 1.4 or newer")]),
+        (["data: {"], [((), "trtllm-serve: JSONDecodeError")]),
+        ([event(finish_reason="stop"), TOKENS], [((), "stop")]),
+    ],
+)
+def test_events_of_a_completion_are_answers(http: Any, lines: list[str], ends: list[Any]) -> None:
+    http.lines = lines
+    with listening(http) as (link, answers, came):
+        link.send("a", (5, 6), {"max_tokens": 3})
+        for _ in ends:
+            assert came.acquire(timeout=30)
+    assert http.asked == [("/base/v1/completions", {"model": "m", "prompt": [5, 6], "stream": True, "max_tokens": 3})]
+    assert len(answers) == len(ends) and {answer.request_id for answer in answers} == {"a"}
+    for answer, (token_ids, end) in zip(answers, ends, strict=True):
+        assert answer.token_ids == token_ids
+        if answer.finish_reason == "error":
+            assert end in str(answer.error)
+        else:
+            assert (answer.finish_reason, answer.error) == (end, None)
+
+
+def test_a_status_is_told_with_what_the_server_says(http: Any) -> None:
+    http.status, http.lines = 400, ["no such field"]
+    with listening(http) as (link, answers, came):
+        link.send("a", (5,), {})
+        assert came.acquire(timeout=30)
+    assert answers[0].finish_reason == "error" and "status 400: no such field" in str(answers[0].error)
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+def test_a_request_that_is_given_up_hangs_up(http: Any, way: str) -> None:
+    http.lines, http.hangs = [TOKENS], True
+    with listening(http) as (link, _, came):
+        link.send("a", (5,), {})
+        assert came.acquire(timeout=30)
+        link.cancel("unknown")
+        if way == "cancel":
+            link.cancel("a")
+        else:
+            link.close()
+        assert came.acquire(timeout=30)  # an end that the engine no longer waits for
+        assert link._sockets == {}
+    until(lambda: http.hung_up == [True])
+
+
+def test_a_request_that_is_cancelled_before_it_is_sent_reads_no_answer(
+    http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http.lines = [TOKENS, event(finish_reason="stop")]
+    connects, may_connect = threading.Event(), threading.Event()
+    request = server_module.HTTPConnection.request
+
+    def late(self: Any, method: str, *words: Any, **options: Any) -> None:
+        if method == "POST":
+            connects.set()
+            assert may_connect.wait(30)
+        request(self, method, *words, **options)
+
+    monkeypatch.setattr(server_module.HTTPConnection, "request", late)
+    with listening(http) as (link, answers, _):
+        link.send("a", (5,), {})
+        assert connects.wait(30)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "dflash-trtllm-a")
+        link.cancel("a")
+        may_connect.set()
+        thread.join(30)
+    assert answers == []
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {"data": [{}]}, [], {"data": None}])
+def test_a_server_that_lists_no_model_is_refused(http: Any, models: Any) -> None:
+    http.models = models
+    with pytest.raises(EngineDirError, match="expected a running trtllm-serve"):
+        Server(http.url)
+
+
+def test_a_url_is_one_of_http(http: Any) -> None:
+    assert Server(http.url).model == "m"
+    for url in ("localhost:8000", "ftp://localhost", "http://", "file:///x"):
+        with pytest.raises(EngineDirError, match="expected an http or https URL"):
+            Server(url)
+    with pytest.raises(EngineDirError, match="expected a running trtllm-serve, found"):
+        Server(http.url.replace("/base/", "/other/"))
+    with pytest.raises(EngineDirError, match="found SSLError"):
+        Server(http.url.replace("http:", "https:"))
