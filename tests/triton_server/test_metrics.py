@@ -184,3 +184,39 @@ def test_every_series_is_made_with_its_kind_labels_and_buckets(monkeypatch) -> N
     assert made["dflash_trt_requests_waiting", "gauge"] == [{"labels": {"model": "m"}}]
     (histogram,) = made["dflash_trt_acceptance_length", "histogram"]
     assert histogram["buckets"] == sorted(histogram["buckets"]) and 2.0 in histogram["buckets"]
+
+
+def test_each_number_goes_to_its_own_series_until_they_are_closed() -> None:
+    told: list[Any] = []
+    ended: list[str] = []
+
+    class Told:
+        def __init__(self, name: str, labels: dict[str, str]) -> None:
+            self._key = (name.removeprefix("dflash_trt_"), *labels.values())
+
+        def __getattr__(self, kind: str) -> Any:
+            return lambda value: told.append((kind, *self._key, value))
+
+        def __del__(self) -> None:
+            ended.append("series")
+
+    class Family(FakeFamily):
+        def __init__(self, *, name: str, description: str, kind: str) -> None:
+            self._name = name
+
+        def Metric(self, *, labels: dict[str, str], **options: Any) -> Told:  # noqa: N802
+            return Told(self._name, labels)
+
+        def __del__(self) -> None:
+            ended.append("family")
+
+    book = MetricBook(Series(type("pb_utils", (), {"MetricFamily": Family}), {}), max_draft_len=2)
+    book.add_chunk(StreamChunk(text=None, token_ids=(1, 2), num_draft_tokens=2, num_accepted_tokens=1))
+    book.add_refusal()
+    book.add_chunk(StreamChunk(text=None, token_ids=(), output=OUTPUT))
+    book.publish(replace(STATISTICS, scheduler=None, num_failed_steps=0))
+    assert ("increment", "draft_tokens_at_position_total", "2", 1) in told
+    assert ("increment", "requests_total", "refused", 1) in told and ("set", "requests_running", 104) in told
+    assert ("observe", "request_time_seconds", 9.5) in told and ended == []
+    book.close()
+    assert ended.index("family") == len(ended) - len(METRICS) and ended.count("series") > len(METRICS)

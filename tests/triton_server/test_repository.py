@@ -178,6 +178,8 @@ def test_settings_survive_as_parameters() -> None:
     )
     assert ModelSettings.from_parameters(settings.parameters()) == settings
     assert set(ModelSettings(engine_dir="/e").parameters()) == {"engine_dir"}
+    of_triton = dict.fromkeys(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "INFERENCE_TIMEOUT_SECONDS"), "x")
+    assert ModelSettings.from_parameters({"engine_dir": "/e"} | of_triton) == ModelSettings(engine_dir="/e")
 
 
 def test_settings_out_of_range_are_refused_all_at_once() -> None:

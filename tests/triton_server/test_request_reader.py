@@ -1,5 +1,6 @@
 """Requests as arrays: what they mean, and what is refused."""
 
+import json
 import math
 from typing import Any
 
@@ -136,6 +137,13 @@ def test_parameters_are_inputs_and_what_triton_adds_is_not() -> None:
     assert read('{"x-trace": "1"}', settings, text_input="Hi") == Order(
         prompt={"prompt": "Hi"}, text="Hi", sampling=read("", settings, text_input="Hi").sampling
     )
+
+
+def test_what_triton_adds_to_a_request_is_no_input() -> None:
+    plain = read(text_input="Hi")
+    for name in ("id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "triton_final_response"):
+        assert read(json.dumps({name: 1}), text_input="Hi") == plain
+    assert read('{"triton_enable_empty_final_response": true}', text_input="Hi") == plain
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,16 @@ def test_every_output_has_its_own_value() -> None:
     assert {*found, "last_token_time_ns"} == {output.name for output in OUTPUTS}
 
 
+def test_arrays_are_of_the_declared_types() -> None:
+    maker = make(ALL_FLAGS, SamplingParams(logprobs=True, top_logprobs=2, prompt_logprobs=1))
+    arrays = maker.response(StreamChunk(text="", token_ids=(), output=SCORED))
+    assert arrays is not None
+    names = {"STRING": "object", "INT32": "int32", "INT64": "int64", "FP32": "float32"}
+    for output in OUTPUTS:
+        found = arrays[output.name]
+        assert (found.dtype.name, found.ndim) == (names[output.type], len(output.dims)), output.name
+
+
 @pytest.mark.parametrize("flag", [None, *sorted(ALL_FLAGS)])
 def test_what_must_be_asked_for_comes_with_its_flag_alone(flag: str | None) -> None:
     found = last(make(frozenset({flag} if flag else ())))

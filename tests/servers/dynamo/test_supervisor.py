@@ -1,7 +1,9 @@
 """The processes of a service: what each is started with, and what becomes of those that die. None is started here."""
 
 import dataclasses
+import importlib.util
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,12 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs the extra 'serve'")
 
+from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.servers.dynamo import child, contract, gateway
 from dflash_trt.servers.dynamo import supervisor as module
 from dflash_trt.servers.dynamo.environment import LOOPBACK, forget_worker, is_registered, local_environment
-from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings
+from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, card_source, check_package
 from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), runtime=RuntimeConfig(seed=3), model_name="m", namespace="n")
@@ -148,12 +152,12 @@ def test_a_process_that_died_is_forgotten_and_started_again_after_its_pause(make
     worker, *doors = service._worker(0), service._gateway(), service._frontend()
     service._workers, service._doors, service._is_up = [worker], doors, True
     monkeypatch.setattr(module, "_get", lambda url: {"data": []} if str(service._frontend_port) in url else {})
-    for child in service._children:
-        child.process = Process()
+    for each in service._children:
+        each.process = Process()
     worker.id_file.write_text("ab")
     registered(tmp_path, "instances", "mdc")
     service.check()
-    assert [child.has_served for child in service._children] == [True, False, True]
+    assert [each.has_served for each in service._children] == [True, False, True]
     worker.process.code = doors[0].process.code = -9
     service.check()
     assert not is_registered(tmp_path, "ab") and (worker.due_s, doors[0].due_s) == (100.0, 101.0)
@@ -213,3 +217,54 @@ def test_what_the_user_has_set_stays_but_for_the_addresses(tmp_path: Path, monke
     assert theirs.keys() == {*ours, "OTHER"}
     monkeypatch.setattr(os, "environ", {"OTHER": "found"})
     assert local_environment(tmp_path) == ours | {"OTHER": "found"}
+
+
+def test_a_process_does_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"max_prompt_tokens": 1, "max_text_bytes": 1, "has_tool_call_parser": False}
+    door = GatewaySettings(host="h", port=1, frontend_url="u", **limits)
+    for place, name in ((gateway, "run_gateway"), (contract, "run_worker"), (contract, "run_frontend")):
+        monkeypatch.setattr(place, name, lambda task, name=name: (name, task))
+    tasks = {"run_gateway": door, "run_worker": WORKER, "run_frontend": ("--http-port", "1")}
+    assert {name: child._run(task) for name, task in tasks.items()} == {
+        name: (name, task) for name, task in tasks.items()
+    }
+
+
+def test_a_process_ends_when_its_supervisor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(child.os, "kill", lambda *words: killed.append(words))
+    reading, writing = os.pipe()
+    os.write(writing, b"a task")
+    os.close(writing)
+    child._end_with(reading)
+    os.close(reading)
+    assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_parsers_are_those_of_dynamo() -> None:
+    contract.check_parsers(tool_call_parser=None, reasoning_parser=None)
+    contract.check_parsers(tool_call_parser="hermes", reasoning_parser="qwen3")
+    with pytest.raises(
+        ConfigError, match=r"(?s)--tool-call-parser: .*hermes.*found 'a'.*--reasoning-parser: .*found 'b'"
+    ):
+        contract.check_parsers(tool_call_parser="a", reasoning_parser="b")
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_package()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("zmq", "aiohttp") else name)
+    with pytest.raises(
+        ConfigError, match=r"found no zmq, aiohttp. Install them with: pip install 'dflash-trt\[serve\]'"
+    ):
+        check_package()
+
+
+def test_a_model_card_needs_a_tokenizer_and_the_targets_config(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(path=tmp_path, tokenizer_path=None)
+    with pytest.raises(EngineDirError, match="expected a tokenizer, to serve text, found none"):
+        card_source(engine)
+    engine.tokenizer_path = tmp_path
+    with pytest.raises(EngineDirError, match=r"expected the target's config\.json"):
+        card_source(engine)
+    (tmp_path / "config.json").touch()
+    assert card_source(engine) == tmp_path
