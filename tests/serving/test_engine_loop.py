@@ -131,6 +131,28 @@ def test_waiting_too_long_in_the_queue_is_told() -> None:
     assert first.result().finish_reason == "length"
 
 
+def test_an_id_is_in_use_until_its_reader_has_the_end() -> None:
+    """Also while a step runs after the scheduler has ended the request, as by its timeout in the queue."""
+    clock, refused = Clock(), list[str]()
+
+    class Submitting(FakeExecutor):
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+            if not waiting.is_done:
+                with pytest.raises(RequestError, match="request id: expected a new one, found 'waiting', in use"):
+                    loop.submit(make_request("waiting"))
+                refused.append("waiting")
+            return super().run_rows(batch)
+
+    loop = make_loop(Submitting(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE), clock=clock)
+    first = loop.submit(make_request("first", max_new_tokens=20))
+    waiting = loop.submit(make_request("waiting", queue_timeout_s=1.0))
+    loop.step()
+    clock.now += 1.0
+    run(loop)
+    assert (waiting.result().finish_reason, first.result().finish_reason) == ("timeout", "length")
+    assert len(refused) >= 2
+
+
 def test_a_full_queue_refuses_the_newcomer_only() -> None:
     loop = make_loop(max_queue_len=1)
     stream = loop.submit(make_request("a"))
