@@ -117,6 +117,25 @@ def test_every_field_of_a_request_reaches_tensorrt_llm_or_is_refused() -> None:
             assert params_of(request(**{name: value})) == plain | expected, name
 
 
+def test_a_request_ends_at_the_engines_length() -> None:
+    for asked, sent in ((60, 60), (61, 61), (62, 61), (1000, 61)):
+        assert params_of(request(sampling={"max_new_tokens": asked}))["max_tokens"] == sent  # after 3 of 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "num_draft_tokens"), [({}, 3), ({"num_draft_tokens": 2}, 2), ({"use_drafter": False}, None)]
+)
+def test_settings_are_resolved_for_a_gpu_without_our_prefix_cache(monkeypatch, given, num_draft_tokens) -> None:
+    checked: list[Any] = []
+    engine: Any = "engine"
+    monkeypatch.setattr(settings, "check_drafting", lambda *words: checked.append(words))
+    monkeypatch.setattr(settings, "max_draft_len", lambda engine: 3)
+    config = RuntimeConfig(max_queue_len=7, **given)
+    resolved = settings.resolved_settings(engine, config, is_running=False)
+    ours = {"device": "cuda", "enable_prefix_caching": False, "num_draft_tokens": num_draft_tokens}
+    assert resolved == config.model_copy(update=ours) and checked == [(engine, config)]
+
+
 # Another value of each setting that TensorRT-LLM does not have, for an engine that is not open yet.
 REFUSED_SETTINGS: dict[str, Any] = {
     "device": "cpu",

@@ -96,7 +96,7 @@ def streams(*pieces: bytes, dies: bool = False) -> Handler:
 def test_events_are_whole_however_the_network_cuts_them() -> None:
     wire = chunk("a") + chunk("b") + b"data: [DONE]\n\n"
 
-    async def cut(size: int) -> list[bytes]:
+    async def cut(wire: bytes, size: int) -> list[bytes]:
         async def pieces() -> Any:
             for first in range(0, len(wire), size):
                 yield wire[first : first + size]
@@ -104,7 +104,9 @@ def test_events_are_whole_however_the_network_cuts_them() -> None:
         return [event async for event in events(pieces())]
 
     whole = wire.rstrip().split(b"\n\n")
-    assert [asyncio.run(cut(size)) for size in (1, 2, 7, 1000)] == [whole] * 4
+    for ending in (b"", b"\n", b"\n\n", b"\n\n\n"):
+        found = [asyncio.run(cut(wire.rstrip() + ending, size)) for size in (1, 2, 7, 1000)]
+        assert [[event.rstrip() for event in each] for each in found] == [whole] * 4
 
 
 def test_a_stream_passes_with_what_speculation_did_at_its_root() -> None:
