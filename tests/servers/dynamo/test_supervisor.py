@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import os
 import signal
 from pathlib import Path
@@ -105,7 +106,7 @@ class Process:
     def __init__(self) -> None:
         self.code: int | None = None
         self.num_kills = 0
-        self.stdin = SimpleNamespace(close=lambda: None)
+        self.stdin = io.BytesIO()
 
     def poll(self) -> int | None:
         return self.code
@@ -159,7 +160,9 @@ def test_a_process_that_died_is_forgotten_and_started_again_after_its_pause(make
     service.check()
     assert [each.has_served for each in service._children] == [True, False, True]
     worker.process.code = doors[0].process.code = -9
+    pipe = worker.process.stdin
     service.check()
+    assert pipe.closed
     assert not is_registered(tmp_path, "ab") and (worker.due_s, doors[0].due_s) == (100.0, 101.0)
     service.check()
     assert started == ["replica 0"]
