@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.samples import samples_of
+from dflash_trt.serving.stream import RequestStream
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import GatedExecutor, make_executor, make_generator, make_loop, until
 from tests.serving.engines import run as run_loop
@@ -153,6 +155,19 @@ def test_a_refused_prompt_of_a_list_is_refused_once(generator: Generator) -> Non
     refused, taken = generator.generate([[99999], [1]], replace(SAMPLED, n=2))
     assert refused.error is not None and len(refused.samples) == 1
     assert [sample.error for sample in taken.samples] == [None, None]
+
+
+def test_a_sample_that_is_refused_keeps_its_place(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = generator._engine.submit
+
+    def refuse_second(request: Request, *words: Any, **options: Any) -> RequestStream:
+        if request.sample_index == 1:
+            raise RequestError("no room")
+        return submit(request, *words, **options)
+
+    monkeypatch.setattr(generator._engine, "submit", refuse_second)
+    (output,) = generator.generate([PROMPT], replace(SAMPLED, n=3))
+    assert [(sample.sample_index, sample.error) for sample in output.samples] == [(0, None), (1, "no room"), (2, None)]
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
