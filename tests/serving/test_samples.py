@@ -157,6 +157,24 @@ def test_a_refused_prompt_of_a_list_is_refused_once(generator: Generator) -> Non
     assert [sample.error for sample in taken.samples] == [None, None]
 
 
+def test_leaving_the_chunks_of_samples_leaves_no_task_that_waits() -> None:
+    executor = GatedExecutor(make_limits(max_seq_len=200, num_pages=120))
+    with make_generator(executor) as generator:
+        streams = generator.submit_samples(PROMPT, replace(SAMPLED, n=3, max_new_tokens=100))
+
+        async def leave() -> int:
+            chunks = aiter(streams)
+            await anext(chunks)
+            await chunks.aclose()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+            return len(asyncio.all_tasks())
+
+        executor.gate.release(3)
+        assert asyncio.run(leave()) == 1
+        streams.cancel()
+        executor.open()
+
+
 def test_a_sample_that_is_refused_keeps_its_place(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = generator._engine.submit
 
