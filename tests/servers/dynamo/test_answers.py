@@ -17,7 +17,7 @@ from dflash_trt.servers.dynamo import connections
 from dflash_trt.servers.dynamo.answers import as_error_object, joined
 from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, check_size, read_api_request
 from dflash_trt.servers.dynamo.connections import Connections, max_connections, raise_file_limit
-from dflash_trt.servers.dynamo.event_streams import StreamError, joined_events
+from dflash_trt.servers.dynamo.event_streams import StreamError, closed_events, joined_events
 
 
 def usage(prompt: int, new: int, accepted: int | None = None) -> dict[str, Any]:
@@ -122,6 +122,26 @@ def test_streams_are_joined_under_one_id_with_one_usage_at_the_end() -> None:
     assert len(asyncio.run(read(stream("x", "abc", None), stream("y", "d", None)))) == 4
     with pytest.raises(StreamError):
         asyncio.run(read(stream("x", "abc", None), stream("y", "d", None, is_done=False)))
+
+
+def test_a_stream_that_is_left_is_closed_at_once() -> None:
+    ended: list[bool] = []
+
+    async def whole() -> Any:
+        try:
+            yield b"data: 1"
+            yield b"data: 2"
+        finally:
+            ended.append(True)
+
+    async def leave() -> None:
+        source = whole()
+        closed = closed_events(source, is_response=False)
+        assert await anext(closed) == b"data: 1\n\n"
+        await closed.aclose()
+        assert ended == [True] and source.ag_frame is None
+
+    asyncio.run(leave())
 
 
 def test_a_prompt_of_the_greatest_size_is_taken() -> None:
