@@ -179,6 +179,16 @@ def test_a_model_is_unknown_only_while_there_are_others() -> None:
     assert through_gateway(unknown, {"model": "demo", "prompt": "x"}, models=())[0] == 503
 
 
+@pytest.mark.parametrize(("status", "answer"), [(404, {"message": "no"}), (500, "no"), (503, {"error": "no"})])
+def test_what_the_front_end_does_not_have_is_passed_on_as_an_error(status: int, answer: Any) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response(answer, status=status)
+
+    found, body = through_gateway(refuse, b"", path="/v1/models/other", method="GET")
+    error = json.loads(body)["error"]
+    assert (found, error["code"], error["message"]) == (status, status, "no")
+
+
 def test_health_is_that_of_the_models() -> None:
     healthy = through_gateway(unreachable, b"", path="/health", method="GET")
     assert (healthy[0], json.loads(healthy[1])) == (200, {"status": "healthy", "models": ["demo"]})
