@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import os
+import pickle
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,21 @@ def test_a_process_that_died_is_forgotten_and_started_again_after_its_pause(make
     assert started == ["replica 0", "gateway"]
 
 
+def test_a_process_starts_without_what_was_known_of_the_one_before(make: Any, tmp_path: Path, monkeypatch) -> None:
+    made: list[Any] = []
+    process = Process()
+    monkeypatch.setattr(module.subprocess, "Popen", lambda words, **options: made.append((words, options)) or process)
+    worker = make(log_file=tmp_path / "log")._worker(0)
+    worker.id_file.write_text("ab")
+    worker.has_served, worker.unregistered_since_s = True, 5.0
+    worker.start()
+    assert (worker.has_served, worker.unregistered_since_s, worker.instance_id) == (False, None, None)
+    ((words, options),) = made
+    assert words[1:] == ["-m", "dflash_trt.servers.dynamo.child"]
+    assert (options["env"], options["start_new_session"]) == (worker.environment, True)
+    assert worker.process is process and pickle.loads(process.stdin.getvalue()) == worker.task
+
+
 def test_before_a_service_is_up_a_process_that_dies_ends_it(make: Any) -> None:
     for log_file, place in ((None, "above"), (Path("the.log"), "in the.log")):
         service = make(log_file=log_file)
@@ -194,6 +210,8 @@ def test_a_service_is_ready_when_the_front_end_knows_every_worker_and_the_model(
     assert not service._is_ready()
     known["health"]["instances"].append({"instance_id": 0xCD})
     assert service._is_ready()
+    service.wait_until_ready()
+    service._lost(service._workers[0], 3, 100.0)  # from now on it is started again
     known["models"]["data"].pop()
     assert not service._is_ready()
 
