@@ -233,10 +233,12 @@ def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executo
     assert ask(service, input_ids=[5, 6], max_tokens=3).ended.wait(30)
 
 
-def test_a_server_that_stops_lets_requests_finish_and_takes_no_more(gated, executor, series) -> None:
+def test_a_server_that_stops_lets_requests_finish_and_takes_no_more(gated, executor, caplog) -> None:
     service, _ = gated
     client = ask(service, input_ids=[5, 6, 7], max_tokens=5)
-    service.drain()
+    for _ in range(2):
+        service.drain()
+    assert caplog.text.count("the server is stopping: 1 requests may run for 5 s more") == 1
     refused = ask(service, input_ids=[5], max_tokens=5)
     assert refused.error is not None
     assert refused.error[1] == "UNAVAILABLE"
