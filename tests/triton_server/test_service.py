@@ -315,7 +315,7 @@ def test_samples_come_under_their_sequence_index(series, stream) -> None:
         assert len(client.responses) == 3
 
 
-def test_a_sample_that_fails_is_the_answer_for_all(series) -> None:
+def test_a_sample_that_fails_is_the_answer_for_all(series, caplog) -> None:
     executor = make_executor(fails_on=lambda batch: any(row.request_id.endswith("/1") for row in batch.requests))
     generator = make_generator(executor)
     for service, _ in serving(generator, series):
@@ -324,6 +324,8 @@ def test_a_sample_that_fails_is_the_answer_for_all(series) -> None:
         assert client.error is not None and client.error[1] == "INTERNAL"
         until(lambda: generator.statistics.scheduler.num_pages_in_use_now == 0)
         assert service.num_open == 0
+    assert client.responses == [] and series.values["responses_total", ""] == 1  # the ends of the others are no answers
+    assert "a response could not be sent" not in caplog.text
 
 
 def test_prefixes_are_shared_within_a_tenant_alone(series) -> None:
