@@ -13,7 +13,13 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.triton import repository
-from dflash_trt.servers.triton.environment import check_numpy, explained, gpus_of_instance, select_gpus
+from dflash_trt.servers.triton.environment import (
+    check_gpus_of_ranks,
+    check_numpy,
+    explained,
+    gpus_of_instance,
+    select_gpus,
+)
 from dflash_trt.servers.triton.pbtxt import Message, Word, read, write
 from dflash_trt.servers.triton.repository import Deployment, check_model, config_text, write_model
 from dflash_trt.servers.triton.settings import ModelSettings
@@ -298,6 +304,14 @@ def test_the_gpus_of_an_instance_are_those_that_triton_or_the_deployment_says() 
         gpus("MODEL", "dflash_0_2")
     instance_gpus = ()
     assert gpus("MODEL") == (), "a config of another hand: all that the server sees"
+
+
+def test_an_instance_has_a_gpu_for_each_rank_or_runs_on_the_cpu() -> None:
+    for gpus in ((), (3, 1)):
+        check_gpus_of_ranks(gpus, 2)
+    for gpus in ((3,), (0, 1, 2)):
+        with pytest.raises(ConfigError, match=f"expected 2 for each instance.*found {len(gpus)}"):
+            check_gpus_of_ranks(gpus, 2)
 
 
 def test_the_documentation_lists_the_tensors_of_the_model() -> None:
