@@ -214,6 +214,7 @@ def test_an_async_reader_that_gave_up_does_not_disturb_the_engine() -> None:
             await asyncio.wait_for(engine.stream.take_async(), 0.01)
 
     asyncio.run(give_up())
+    assert not engine.mailbox._waiters
     engine.put(1)  # its event loop is closed by now
     got = engine.stream.take()
     assert got is not None and got.token_ids == (1,)

@@ -114,6 +114,7 @@ def test_events_of_a_completion_are_answers(http: Any, lines: list[str], ends: l
         link.send("a", (5, 6), {"max_tokens": 3})
         for _ in ends:
             assert came.acquire(timeout=30)
+        until(lambda: link._sockets == {})
     assert http.asked == [("/base/v1/completions", {"model": "m", "prompt": [5, 6], "stream": True, "max_tokens": 3})]
     assert len(answers) == len(ends) and {answer.request_id for answer in answers} == {"a"}
     for answer, (token_ids, end) in zip(answers, ends, strict=True):
