@@ -32,6 +32,7 @@ BY_HAND = (
     "gpt-oss-120b",
 )
 _REQUESTS, _CONTEXT_LEN, _MAX_SEQ_LEN = 16, 8192, 131072
+_SPARE_BYTES = 2 << 30  # for what no plan counts: NCCL's buffers, and blocks that PyTorch's allocator keeps
 _MAX_NUM_TOKENS = (4096, 2048)  # of which the first is tried with all numbers of ranks before the second
 _NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 # By the format of most weights: the end of a name, and words.
@@ -82,7 +83,8 @@ def _smallest(form: Form, gpu: Gpu) -> BuildConfig | None:
             made = plan_engine(config, form.specs, gpu)
         except DFlashError:
             continue
-        if made.fits and made.max_requests(_CONTEXT_LEN) >= _REQUESTS:
+        has_room = made.fits and made.left_bytes >= _SPARE_BYTES
+        if has_room and made.max_requests(_CONTEXT_LEN) >= _REQUESTS:
             return config
     return None
 

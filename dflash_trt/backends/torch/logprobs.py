@@ -78,10 +78,10 @@ def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # floa
     """
     vocab_size = logprobs.shape[1]
     # Integers in the order of the floats: those of negative floats fall as the bits rise. + 0.0 makes -0.0 a 0.0.
-    bits = (logprobs + 0.0).view(torch.int32)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    order = (logprobs + 0.0).view(torch.int32)
+    order ^= (order >> 31).bitwise_and_(0x7FFFFFFF)
     columns = torch.arange(vocab_size, device=logprobs.device)
-    keys = (order << 32) + (vocab_size - 1 - columns)
+    keys = order.long().bitwise_left_shift_(32).add_(vocab_size - 1 - columns)
     best = keys.topk(min(num_top, vocab_size), dim=1).values
     token_ids = vocab_size - 1 - (best & 0xFFFFFFFF)
     return token_ids.int(), logprobs.gather(1, token_ids)
