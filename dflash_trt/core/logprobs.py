@@ -64,6 +64,25 @@ class TopTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TopRows:
+    """Requests of a step that want the most likely tokens at each of their rows of logits."""
+
+    requests: Array  # int64 [G], indices of the step's requests, ascending
+    num_top_logprobs: int  # the largest number that any of them wants
+
+    @classmethod
+    def of(cls, num_top_logprobs: Array) -> TopRows | None:
+        """By the number that each request of a step wants, int64 [R]; None if none wants any."""
+        requests = np.flatnonzero(num_top_logprobs)
+        return cls(requests=requests, num_top_logprobs=int(num_top_logprobs.max())) if len(requests) else None
+
+    def part(self, part: slice) -> TopRows | None:
+        """Those of the step's requests `part`, counted from its start; None if there are none."""
+        requests = self.requests[(self.requests >= part.start) & (self.requests < part.stop)] - part.start
+        return TopRows(requests=requests, num_top_logprobs=self.num_top_logprobs) if len(requests) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptRows:
     """Tokens of a step's prompt chunks after which the prompt goes on, in their order: M of them."""
 

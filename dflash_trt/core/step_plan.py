@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.logprobs import PromptRows, PromptScores, TopTokens
+from dflash_trt.core.logprobs import PromptRows, PromptScores, TopRows, TopTokens
 from dflash_trt.core.page_windows import PageWindow, num_pages_for
 
 if TYPE_CHECKING:
@@ -168,8 +168,7 @@ class StepPlan:
     may give, and the log probabilities that the step is to give.
 
     Slots of `restores` are filled from snapshots before the step, those of `saves` are copied to snapshots when it has
-    succeeded; all of them have a row. `num_top_logprobs` is the largest number that any row wants; a step that wants
-    none computes none.
+    succeeded; all of them have a row.
     """
 
     rows: StepRows
@@ -177,7 +176,7 @@ class StepPlan:
     page_updates: PageUpdates
     slot_updates: tuple[SlotUpdate, ...] = ()  # of requests with logit rules, and of slots that had one; in order
     masks: TokenMasks | None = None
-    num_top_logprobs: int = 0
+    top_rows: TopRows | None = None
     prompt_rows: PromptRows | None = None
     restores: StateCopies = NO_COPIES
     saves: StateCopies = NO_COPIES
@@ -185,7 +184,7 @@ class StepPlan:
     @property
     def has_logprobs(self) -> bool:
         """True if the step gives more than the log probabilities of the emitted tokens."""
-        return self.num_top_logprobs > 0 or self.prompt_rows is not None
+        return self.top_rows is not None or self.prompt_rows is not None
 
     def part(self, part: slice) -> StepPlan:
         """The plan of some rows. Applying the updates again changes nothing."""
@@ -197,6 +196,7 @@ class StepPlan:
             self,
             rows=rows,
             masks=masks,
+            top_rows=self.top_rows and self.top_rows.part(part),
             prompt_rows=prompt_rows,
             restores=self.restores.of_slots(rows.slot_ids),
             saves=self.saves.of_slots(rows.slot_ids),
@@ -215,7 +215,7 @@ class StepResult:
     num_accepted: Array  # int32 [R]
     next_context_lens: Array  # int32 [R]
     draft_tokens: Array  # int32 [R, K]
-    top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens
+    top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens; zeros of who wants none
     prompt: PromptScores | None = None  # [M], [M, N]
 
 

@@ -58,6 +58,6 @@ def _zeros(plan: StepPlan) -> StepResult:
         num_accepted=np.zeros(num_requests, np.int32),
         next_context_lens=np.zeros(num_requests, np.int32),
         draft_tokens=np.zeros((num_requests, width - 1), np.int32),
-        top=TopTokens.zeros(num_requests, width, plan.num_top_logprobs) if plan.num_top_logprobs else None,
+        top=TopTokens.zeros(num_requests, width, plan.top_rows.num_top_logprobs) if plan.top_rows else None,
         prompt=PromptScores.zeros(len(prompt.token_rows), prompt.num_top_logprobs) if prompt else None,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StateCopies, StepPlan, StepRows, TokenMasks
 from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
@@ -38,7 +38,7 @@ class PlannedRows:
     epochs: Array  # int64; a row of an earlier epoch wrote pages that are gone
     is_emitting: Array  # bool; False for a prefill chunk that is not the last
     wants_logprobs: bool  # any row
-    num_top_logprobs: int  # the largest number that a row wants
+    top_rows: TopRows | None
     prompt_rows: PromptRows | None  # never of a step that repeats
     copies: tuple[StateCopies, StateCopies]  # restores and saves; of a step that repeats none
     version: int  # of the request pool
@@ -184,7 +184,7 @@ class StepPlanner:
             epochs=table.epoch[slots],
             is_emitting=is_emitting,
             wants_logprobs=bool(table.wants_logprobs[slots].any()),
-            num_top_logprobs=int(table.num_top_logprobs[slots].max(initial=0)),
+            top_rows=TopRows.of(table.num_top_logprobs[slots] * is_emitting),
             prompt_rows=prompt_rows,
             copies=self._request_pool.states.copies(
                 slots, context_lens, num_tokens, is_first=table.flight_tokens[slots] == 0, step=self._num_steps
@@ -218,7 +218,7 @@ class StepPlanner:
             num_pages,
             *(self._table.take_updates() if planned.sequences else NO_UPDATES),
             masks,
-            num_top_logprobs=planned.num_top_logprobs,
+            top_rows=planned.top_rows,
             prompt_rows=planned.prompt_rows,
             restores=restores,
             saves=saves,

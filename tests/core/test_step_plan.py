@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
-from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StateCopies, StepPlan, StepResult, TokenMasks
 
@@ -42,6 +42,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         plan,
         rows=replace(plan.rows, slot_ids=slots),
         masks=TokenMasks(rows=masked, bits=masked[:, None].astype(np.int32)),
+        top_rows=TopRows.of(np.array([draw(st.integers(0, 2)) for _ in rows])),
         prompt_rows=PromptRows(token_rows=scored, next_tokens=7 * scored, num_top_logprobs=3),
         restores=restores,
         saves=saves,
@@ -54,7 +55,7 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
     num_rows = plan.rows.num_requests
     cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1)) if num_rows > 1 else st.just(set())))
     edges = [0, *cuts, num_rows]
-    masks, scored, copies = [], [], []
+    masks, top, scored, copies = [], [], [], []
     for start, stop in pairwise(edges):
         part = plan.part(slice(start, stop))
         rows, whole = part.rows, plan.rows
@@ -67,6 +68,9 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
         }
         assert part.masks is not None
         masks += zip((part.masks.rows + start * (K + 1)).tolist(), part.masks.bits.tolist(), strict=True)
+        if part.top_rows is not None:
+            assert plan.top_rows is not None and part.top_rows.num_top_logprobs == plan.top_rows.num_top_logprobs
+            top += (part.top_rows.requests + start).tolist()
         if part.prompt_rows is not None:
             assert part.prompt_rows.num_top_logprobs == 3
             scored += zip(part.prompt_rows.token_rows + first, part.prompt_rows.next_tokens, strict=True)
@@ -75,6 +79,7 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
             copies += [(kind, *copy) for copy in zip(found.slots.tolist(), found.snapshots.tolist(), strict=True)]
     assert plan.masks is not None and plan.prompt_rows is not None
     assert masks == [*zip(plan.masks.rows.tolist(), plan.masks.bits.tolist(), strict=True)]
+    assert top == ([] if plan.top_rows is None else plan.top_rows.requests.tolist())
     assert scored == [*zip(plan.prompt_rows.token_rows, plan.prompt_rows.next_tokens, strict=True)]
     assert sorted(copies) == sorted(
         (kind, *copy)
@@ -120,5 +125,6 @@ def test_a_plan_says_if_it_wants_more_than_the_emitted_tokens(num_top_logprobs: 
     )
     plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=0))
     prompts = PromptRows(token_rows=np.zeros(1, int), next_tokens=np.zeros(1, int), num_top_logprobs=0)
-    plan = replace(plan, num_top_logprobs=num_top_logprobs, prompt_rows=prompts if has_prompt else None)
+    top_rows = TopRows.of(np.array([num_top_logprobs]))
+    plan = replace(plan, top_rows=top_rows, prompt_rows=prompts if has_prompt else None)
     assert plan.has_logprobs == (num_top_logprobs > 0 or has_prompt)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, plan_of
-from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepPlan, TokenMasks
 from dflash_trt.executor.bisection import run_with_bisection
 from dflash_trt.executor.fake import FakeExecutor
@@ -87,7 +87,7 @@ def test_the_parts_of_a_step_give_what_the_whole_gives(executor: StepExecutor, m
     masks = TokenMasks(rows=np.array(banned) * (K + 1), bits=bits)
     scored = np.array([0, 1, 4, 5, 9, 14, 16, 20])
     prompts = PromptRows(token_rows=scored, next_tokens=scored % VOCAB_SIZE, num_top_logprobs=NUM_PROMPT_TOP)
-    plan = replace(plan, masks=masks, num_top_logprobs=NUM_TOP, prompt_rows=prompts)
+    plan = replace(plan, masks=masks, top_rows=TopRows.of(np.array([NUM_TOP, 0, NUM_TOP, 1, 0])), prompt_rows=prompts)
     whole = executor.submit(plan).result()
     assert (whole.emitted_tokens[:, 0] != free.emitted_tokens[:, 0]).tolist() == [True, False, True, False, True]
     found, reasons = run_with_bisection(Small(executor, max_rows), plan, MemoryError("too many rows"))

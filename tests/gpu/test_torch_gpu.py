@@ -14,6 +14,7 @@ from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
+from dflash_trt.core.logprobs import TopRows
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.step_plan import TokenMasks
@@ -111,7 +112,7 @@ def test_logits_are_read_and_masked_between_replayed_graphs(executors):
     for executor in executors:
         plan = plan_of(StepBatch(requests=two_prompts(StepSampling()), num_draft_tokens=NUM_DRAFT_TOKENS))
         free = executor.submit(plan).result()
-        results.append(executor.submit(replace(plan, num_top_logprobs=3, masks=masks)).result())
+        results.append(executor.submit(replace(plan, top_rows=TopRows.of(np.array([3, 3])), masks=masks)).result())
         assert free.emitted_tokens[0, 0] == results[-1].emitted_tokens[0, 0]
     expected, found = results
     assert expected.emitted_tokens[1, 0] % 3 == 0

@@ -12,7 +12,7 @@ from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import Enqueue, GraphCache
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of
-from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult
 from tests.kernels.test_step_on_kernels import LOGPROB_TOLERANCE, NUM_DRAFT_TOKENS, make_executors, prefill
 from tests.kernels.test_step_on_kernels import pair as pair
@@ -36,8 +36,9 @@ def _two_steps(executor: StepExecutor) -> tuple[StepResult, StepResult]:
     scored = PromptRows(
         token_rows=wanted, next_tokens=prompts.rows.token_ids[wanted + 1], num_top_logprobs=NUM_PROMPT_TOP
     )
-    first = executor.submit(replace(prompts, num_top_logprobs=NUM_TOP, prompt_rows=scored)).result()
-    return first, executor.submit(replace(_verifying(prompts), num_top_logprobs=NUM_TOP)).result()
+    top = TopRows.of(np.array([NUM_TOP, 0, NUM_TOP]))
+    first = executor.submit(replace(prompts, top_rows=top, prompt_rows=scored)).result()
+    return first, executor.submit(replace(_verifying(prompts), top_rows=top)).result()
 
 
 def _verifying(prompts: StepPlan) -> StepPlan:
@@ -84,9 +85,9 @@ def test_only_the_sampling_of_a_captured_step_that_wants_them_is_launched_anew(
     row = prefill("r", 3, StepSampling(), first_page=0)
     plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=NUM_DRAFT_TOKENS))
     executor.warm_up([step_shape(plan, executor.limits)])
-    expected = reference.submit(replace(plan, num_top_logprobs=1)).result()
+    expected = reference.submit(replace(plan, top_rows=TopRows.of(np.array([1])))).result()
     prompt = PromptRows(token_rows=np.array([0]), next_tokens=plan.rows.token_ids[1:2], num_top_logprobs=NUM_PROMPT_TOP)
-    for wanted, parts in ((plan, [0, 1, 2]), (replace(plan, num_top_logprobs=1), [0, 2])):
+    for wanted, parts in ((plan, [0, 1, 2]), (replace(plan, top_rows=TopRows.of(np.array([1]))), [0, 2])):
         replayed.clear()
         found = executor.submit(wanted).result()
         assert replayed == parts

@@ -24,8 +24,11 @@ class ScoringExecutor(FakeExecutor):
     def submit(self, plan: StepPlan) -> FinishedStep:
         self.plans.append(plan)
         result = super().submit(plan).result()
-        if plan.num_top_logprobs:
-            result = replace(result, top=self._top(result.emitted_tokens, plan.num_top_logprobs))
+        if plan.top_rows is not None:
+            top = self._top(result.emitted_tokens, plan.top_rows.num_top_logprobs)
+            others = np.setdiff1d(np.arange(plan.rows.num_requests), plan.top_rows.requests)
+            top.token_ids[others] = -1
+            result = replace(result, top=top)
         if plan.prompt_rows is not None:
             rows, prompt = plan.rows, plan.prompt_rows
             requests = np.searchsorted(rows.token_offsets, prompt.token_rows, side="right") - 1
@@ -107,9 +110,10 @@ def test_a_step_gives_what_the_request_in_it_that_wants_most_does_and_no_more() 
     driver.run()
     wanted = set()
     for plan in driver.executor.plans:  # type: ignore[attr-defined]
-        tops = [REQUESTS[name].sampling.top_logprobs for name in plan.rows.request_ids]
-        assert plan.num_top_logprobs == max(tops)
-        wanted.add(plan.num_top_logprobs)
+        if plan.top_rows is not None:
+            tops = [REQUESTS[plan.rows.request_ids[row]].sampling.top_logprobs for row in plan.top_rows.requests]
+            assert plan.top_rows.num_top_logprobs == max(tops) and min(tops) > 0
+            wanted.add(plan.top_rows.num_top_logprobs)
         if plan.prompt_rows is not None:
             rows = np.searchsorted(plan.rows.token_offsets, plan.prompt_rows.token_rows, side="right") - 1
             most = max(REQUESTS[plan.rows.request_ids[row]].sampling.prompt_logprobs or 0 for row in rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class LogprobsReader:
     def __init__(self, plan: StepPlan, device: torch.device | None = None) -> None:
         """`plan.has_logprobs` holds."""
         self._num_requests, self._width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
-        self._num_top = plan.num_top_logprobs
+        self._top_rows, self._top_parts = plan.top_rows, _top_parts(plan, self._width, device)
         self._prompt_rows = plan.prompt_rows
         self._next_tokens: Sequence[Tensor] = ()
         self.prompt_parts: Sequence[Tensor] = ()
@@ -33,10 +34,10 @@ class LogprobsReader:
         self._prompt: list[tuple[Tensor, ...]] = []
 
     def read(self, logits: Tensor) -> None:
-        """Rows of padding are at the end and are left out."""
-        if self._num_top:
-            rows = torch.split(logits[: self._num_requests * self._width], LOGPROBS_ROWS)
-            found = [top_tokens(part.float().log_softmax(1), self._num_top) for part in rows]
+        if self._top_rows is not None:
+            num_top = self._top_rows.num_top_logprobs
+            parts = (logits.index_select(0, rows).float().log_softmax(1) for rows in self._top_parts)
+            found = [top_tokens(logprobs, num_top) for logprobs in parts]
             self._top = tuple(map(torch.cat, zip(*found, strict=True)))
 
     def read_prompt(self, logits: Tensor) -> None:
@@ -55,8 +56,11 @@ class LogprobsReader:
     def added_to(self, result: StepResult) -> StepResult:
         """The step's result with what was read and downloaded."""
         top = None
-        if self._top is not None:
-            top = TopTokens(*(part.view(self._num_requests, self._width, -1).numpy().copy() for part in self._top))
+        if self._top is not None and self._top_rows is not None:
+            requests, width = self._top_rows.requests, self._width
+            found = TopTokens(*(part.view(len(requests), width, -1).numpy() for part in self._top))
+            top = TopTokens.zeros(self._num_requests, width, self._top_rows.num_top_logprobs)
+            top.put(requests, found)
         return replace(result, top=top, prompt=self._prompt_scores())
 
     def _prompt_scores(self) -> PromptScores | None:
@@ -85,6 +89,14 @@ def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # floa
     best = keys.topk(min(num_top, vocab_size), dim=1).values
     token_ids = vocab_size - 1 - (best & 0xFFFFFFFF)
     return token_ids.int(), logprobs.gather(1, token_ids)
+
+
+def _top_parts(plan: StepPlan, width: int, device: torch.device | None) -> Sequence[Tensor]:
+    """Rows of logits, int64, so many at a time."""
+    if plan.top_rows is None:
+        return ()
+    rows = plan.top_rows.requests[:, None] * width + np.arange(width)
+    return _parts(torch.from_numpy(rows.flatten()), device)
 
 
 def _parts(values: Tensor, device: torch.device | None) -> Sequence[Tensor]:
