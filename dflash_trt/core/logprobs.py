@@ -14,7 +14,7 @@ import numpy as np
 from dflash_trt.core.array import Array
 
 LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # of SamplingParams
-# Rows of logits that are read at a time: 0.16 GB in float32 with 150,000 tokens in the vocabulary, 0.3 GB as keys.
+# Rows of logits that are read at a time: with PyTorch alone 0.16 GB in float32 for 150,000 tokens, and 0.3 GB as keys.
 LOGPROBS_ROWS: Final = 256
 
 
@@ -71,6 +71,11 @@ class TopRows:
     num_top_logprobs: int  # the largest number that any of them wants
 
     @classmethod
+    def first(cls) -> TopRows:
+        """The first request of a step: for trying."""
+        return cls(requests=np.zeros(1, np.int64), num_top_logprobs=1)
+
+    @classmethod
     def of(cls, num_top_logprobs: Array) -> TopRows | None:
         """By the number that each request of a step wants, int64 [R]; None if none wants any."""
         requests = np.flatnonzero(num_top_logprobs)
@@ -89,6 +94,11 @@ class PromptRows:
     token_rows: Array  # int64 [M], indices into the tokens of the step, ascending
     next_tokens: Array  # int64 [M], the prompt's token after each
     num_top_logprobs: int  # the largest number that any of them wants
+
+    @classmethod
+    def first(cls) -> PromptRows:
+        """The first token of a step, and any after it: for trying."""
+        return cls(token_rows=np.zeros(1, np.int64), next_tokens=np.zeros(1, np.int64), num_top_logprobs=1)
 
     def between(self, start: int, stop: int) -> slice:
         """The entries of the step's tokens `start` to `stop`."""

@@ -135,8 +135,8 @@ def activations_bytes(
     """The most that a step of so many tokens holds at once, its logits included.
 
     The step keeps the outputs that the drafter taps; to them comes the largest of a layer, the target's logits, the
-    drafter's fusion, and its block with its logits. `has_rules`: the logits' float32 scores under rules, and log
-    probabilities that are read, besides. `has_nodes`: of a TensorRT engine.
+    drafter's fusion, and its block with its logits. `has_rules`: the logits' float32 scores under rules, or the
+    logits of prompts that are read, besides. `has_nodes`: of a TensorRT engine.
     """
     target, draft, mapping = config.target, config.draft, config.mapping
     rows, num_bytes = _max_rows(limits), num_bytes_of(config.dtype)
@@ -146,7 +146,7 @@ def activations_bytes(
     layer = max(layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
     columns = _logit_columns(target.vocab_size, mapping.tp_size)
     logits = num_tokens * 2 * target.hidden_size + rows * (2 * target.hidden_size + columns)
-    scores_bytes = _scores_bytes(config, rows, num_tokens) if has_rules else 0
+    scores_bytes = _scores_bytes(config, limits, num_tokens) if has_rules else 0
     phases = [num_tokens * layer * num_bytes, logits * num_bytes + scores_bytes]
     if draft is not None:
         kv_size = sum(gqa.shard(mapping).kv_size for gqa in draft.attentions)
@@ -159,10 +159,11 @@ def activations_bytes(
     return num_tokens * kept * num_bytes + max(phases)
 
 
-def _scores_bytes(config: PretrainedConfig, num_rows: int, num_tokens: int) -> int:
-    """Of scores, or of log probabilities while they are read: float32 twice, as keys to sort, and a prompt's logits."""
-    read = min(LOGPROBS_ROWS, num_tokens) * (16 + 2 * num_bytes_of(config.dtype))
-    return config.target.vocab_size * max(read, num_rows * num_bytes_of("float32"))
+def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: int) -> int:
+    """Of scores with each request's counts of tokens, or of logits of prompts, of which several ranks gather theirs."""
+    read = min(LOGPROBS_ROWS, num_tokens) * _logit_columns(config.target.vocab_size, config.mapping.tp_size)
+    scores = (_max_rows(limits) + limits.max_batch_size) * config.target.vocab_size
+    return max(read * num_bytes_of(config.dtype), scores * num_bytes_of("float32"))
 
 
 def layer_features(

@@ -45,6 +45,7 @@ from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepPlan
@@ -53,6 +54,7 @@ from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
+from dflash_trt.kernels.top_logprobs_launch import score_rows
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -205,7 +207,7 @@ class TorchGpuExecutor:
     def _logit_use(self, plan: StepPlan, shape: StepShape) -> LogitUse:
         has_rules = self._rules.update(plan)
         return LogitUse(
-            reader=logprobs_reader(plan, self._device),
+            reader=logprobs_reader(plan, self._device, score_rows),
             make_rules=partial(self._step_rules, shape) if has_rules else None,
             masks=None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device),
         )
@@ -218,16 +220,18 @@ class TorchGpuExecutor:
         """Compile the kernels of these steps and capture their graphs, before serving.
 
         The steps consist of padding alone, which touches no page and no request's slot. Each runs a second time under
-        rules and masks, which no graph holds.
+        rules and masks, which no graph holds; the first also has its logits read.
         """
         with self.on_stream():
             self._snapshots.warm_up()
             masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
-        for shape in shapes:
+        for index, shape in enumerate(shapes):
             padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
             self._staging.stage(padding, shape)
-            use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks)
+            read = replace(padding, top_rows=TopRows.first(), prompt_rows=PromptRows.first()) if index == 0 else padding
             with self.on_stream():
+                reader = logprobs_reader(read, self._device, score_rows)
+                use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks, reader=reader)
                 self._staging.upload()
                 if shape.has_graph:
                     launches = self._launches(shape)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,11 +18,26 @@ from dflash_trt.core.logprobs import LOGPROBS_ROWS, PromptScores, TopTokens
 from dflash_trt.core.step_plan import StepPlan, StepResult
 
 
+class ScoreRows(Protocol):
+    """Raw log probabilities of rows of logits."""
+
+    def __call__(
+        self, logits: Tensor, num_top: int, *, rows: Tensor | None = None, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The most likely tokens, int32 [M, N], with their log probabilities, float32 [M, N], ties by smaller token;
+        and log probabilities of `tokens`, int64 [M], if given.
+
+        `logits` are F [any, V], `rows` int64 [M] their indices, None for all. N is num_top, or V if that is smaller.
+        """
+        ...
+
+
 class LogprobsReader:
     """Implements `network.step.LogitsReader` for one step; the results stay on the device until they are read."""
 
-    def __init__(self, plan: StepPlan, device: torch.device | None = None) -> None:
+    def __init__(self, plan: StepPlan, device: torch.device | None, score: ScoreRows) -> None:
         """`plan.has_logprobs` holds."""
+        self._score = score
         self._num_requests, self._width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
         self._top_rows, self._top_parts = plan.top_rows, _top_parts(plan, self._width, device)
         self._prompt_rows = plan.prompt_rows
@@ -29,22 +45,22 @@ class LogprobsReader:
         self.prompt_parts: Sequence[Tensor] = ()
         if plan.prompt_rows is not None:
             self.prompt_parts = _parts(torch.from_numpy(plan.prompt_rows.token_rows).int()[:, None], device)
-            self._next_tokens = _parts(torch.from_numpy(plan.prompt_rows.next_tokens)[:, None], device)
+            self._next_tokens = _parts(torch.from_numpy(plan.prompt_rows.next_tokens), device)
         self._top: tuple[Tensor, ...] | None = None
         self._prompt: list[tuple[Tensor, ...]] = []
 
     def read(self, logits: Tensor) -> None:
         if self._top_rows is not None:
             num_top = self._top_rows.num_top_logprobs
-            parts = (logits.index_select(0, rows).float().log_softmax(1) for rows in self._top_parts)
-            found = [top_tokens(logprobs, num_top) for logprobs in parts]
+            found = [self._score(logits, num_top, rows=rows)[:2] for rows in self._top_parts]
             self._top = tuple(map(torch.cat, zip(*found, strict=True)))
 
     def read_prompt(self, logits: Tensor) -> None:
         assert self._prompt_rows is not None
-        logprobs = logits.float().log_softmax(1)
-        of_tokens = logprobs.gather(1, self._next_tokens[len(self._prompt)])[:, 0]
-        self._prompt.append((of_tokens, *top_tokens(logprobs, self._prompt_rows.num_top_logprobs)))
+        tokens = self._next_tokens[len(self._prompt)]
+        *top, of_tokens = self._score(logits, self._prompt_rows.num_top_logprobs, tokens=tokens)
+        assert of_tokens is not None
+        self._prompt.append((of_tokens, *top))
 
     def download(self) -> None:
         """Copy what was read to the host, on the current stream, without waiting; `added_to` comes after the copies."""
@@ -70,9 +86,19 @@ class LogprobsReader:
         return PromptScores(logprobs, TopTokens(token_ids, top_logprobs))
 
 
-def logprobs_reader(plan: StepPlan, device: torch.device | None = None) -> LogprobsReader | None:
+def score_rows(
+    logits: Tensor, num_top: int, *, rows: Tensor | None = None, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Implements ScoreRows."""
+    logprobs = (logits if rows is None else logits.index_select(0, rows)).float().log_softmax(1)
+    return *top_tokens(logprobs, num_top), None if tokens is None else logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def logprobs_reader(
+    plan: StepPlan, device: torch.device | None = None, score: ScoreRows = score_rows
+) -> LogprobsReader | None:
     """None for a step that asks for nothing."""
-    return LogprobsReader(plan, device) if plan.has_logprobs else None
+    return LogprobsReader(plan, device, score) if plan.has_logprobs else None
 
 
 def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # float32 [N, V] -> int32, float32 [N, num]
