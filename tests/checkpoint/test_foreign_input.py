@@ -52,6 +52,7 @@ def edits(draw: st.DrawFn) -> tuple[str, float, float, Any]:
 @settings(max_examples=400, deadline=None)
 @given(edits())
 @example(("zlab", 0.99, 0.9, {"\ud800\n": 1}))
+@example(("speculators", 0.75, 0.5, 1))  # proposal_methods
 def test_any_value_under_any_key_is_read_or_refused(workshop: Path, edit: tuple[str, float, float, Any]) -> None:
     name, outer_at, inner_at, value = edit
     path = workshop / name / "config.json"

@@ -125,10 +125,13 @@ def _read_algorithm(reader: ConfigReader, algorithm: Any) -> int | None:
     if section is None:
         return None
     section.require("algorithm", algorithm, hint=NOT_IMPLEMENTED)
-    methods = section.value("proposal_methods")
+    methods = section.value("proposal_methods") or []
+    if not isinstance(methods, list):
+        section.refuse("proposal_methods", expected="a list of objects")
+        methods = []
     section.ignore(_HARMLESS_SECTION)
     section.finish()
-    lengths = [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
+    lengths = [method.get("speculative_tokens") for method in methods if isinstance(method, dict)]
     return max((length for length in lengths if isinstance(length, int)), default=None)
 
 
