@@ -150,8 +150,8 @@ SMALL_STEPS = ("--max-batch-size", 8, "--max-num-tokens", 256)
         (24, SMALL_STEPS, ["--tp-size 2", "--quantization fp8", "--kv-cache fp8", "--max-seq-len 29600"]),
         (
             28,
-            ("--max-batch-size", 8),
-            ["--tp-size 2", "--quantization fp8", "--max-num-tokens 1024", "--max-seq-len 5696"],
+            ("--max-batch-size", 8, "--max-num-tokens", 16384),
+            ["--tp-size 2", "--quantization fp8", "--max-num-tokens 8192", "--max-seq-len 5696"],
         ),
     ],
 )
