@@ -23,8 +23,8 @@ from software_gpu.runtime.library import environment
 GPUS: Final = ("h200", "b300")
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 HEADER: Final = (
-    "| recipe | GPU | ranks | weights GiB | peak GiB | graphs | launches of a step: plain, mixed | from the host "
-    "| host ms per step: plain, mixed | compiled, waits while serving | problems | bytes left |"
+    "| recipe | GPU | ranks | weights GiB | peak GiB | in tensors | graphs | launches of a step: plain, mixed "
+    "| from the host | host ms per step: plain, mixed | compiled, waits while serving | problems | bytes left |"
 )
 
 
@@ -75,7 +75,7 @@ def table(reports: Path) -> str:
 
 def _cells(name: str, gpu: str, report: dict[str, Any]) -> list[str]:
     if "refused" in report:
-        return [f"`{name}`", gpu, *["-"] * 9, "refused by name"]
+        return [f"`{name}`", gpu, *["-"] * 10, "refused by name"]
     plain, mixed = (report["serving"][part] for part in ("plain", "mixed"))
     graphs = str(report["num_graphs"]) + (" (few)" if report["shapes"] == "few" else "")
     return [
@@ -84,6 +84,7 @@ def _cells(name: str, gpu: str, report: dict[str, Any]) -> list[str]:
         str(report["num_ranks"]),
         f"{report['memory_gib']['weights']:.1f}",
         f"{report['peak_gib']:.1f} of {report['gpu_gib']:.1f}",
+        f"{report['tensors_gib']:.1f}",
         graphs,
         _both(plain, mixed, "num_on_device", ".0f"),
         _both(plain, mixed, "num_from_host", ".0f"),

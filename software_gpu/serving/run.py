@@ -230,6 +230,7 @@ def serving_run(engine: Path, *, rank: int = 0, has_few_shapes: bool = False) ->
     del llm
     gc.collect()
     report["memory_gib"] = memory.gib
+    report["tensors_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
     report["peak_gib"] = round((cuda.peak_bytes() + _context_bytes(cuda)) / GIB, 2)
     report["gpu_gib"] = round(torch.cuda.mem_get_info()[1] / GIB, 2)
     report["left_bytes"] = cuda.used_bytes() - before_bytes
@@ -354,7 +355,8 @@ def reported(report: dict[str, Any]) -> Iterator[str]:
         return
     memory = ", ".join(f"{name} {gib:.2f}" for name, gib in report["memory_gib"].items())
     yield f"rank {report['rank']} of {report['num_ranks']}; {report['page_plan']}"
-    yield f"memory in GiB after {memory}; peak {report['peak_gib']:.2f} of {report['gpu_gib']:.2f}"
+    peak = f"peak {report['peak_gib']:.2f} of {report['gpu_gib']:.2f}, {report['tensors_gib']:.2f} in tensors"
+    yield f"memory in GiB after {memory}; {peak}"
     yield (
         f"opened in {report['open_s']:.0f} s: {report['num_kernels_compiled']} kernels, {report['num_graphs']} graphs "
         f"of {report['num_graph_nodes']} nodes ({report['shapes']} shapes), {report['num_cuda_frees']} cudaFree"

@@ -231,9 +231,9 @@ def workers_of(*processes: Answering) -> RankWorkers:
 def test_all_workers_answer_within_one_limit() -> None:
     slow, gone, last = Answering(1, answers_after_s=0.2), Answering(2, is_gone=True), Answering(3)
     made = workers_of(slow, gone, last)
-    first, second, third = made.receive(1.0)
+    first, second, third = made.receive(60.0)
     assert (first, third) == ("report 1", "report 3") and isinstance(second, RankGoneError)
-    assert slow.calls[0] > 0.9 > 0.85 > last.calls[0] > 0.0
+    assert 60.0 >= slow.calls[0] >= last.calls[0] + 0.2 > 0.2
     assert made.receive(0.1)[2] == "report 3" and last.calls[1] == 0.0
     made.close()
 

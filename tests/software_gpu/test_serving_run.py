@@ -50,6 +50,7 @@ def test_a_recipe_serves_without_a_wait_and_leaves_nothing(tmp_path: Path) -> No
     assert report["num_graphs"] > 0 and plain["decode"]["num_on_device"] > 100
     assert mixed["kernels_per_step"] and report["problems"] == [] and report["left_bytes"] == 0
     assert 0 < report["memory_gib"]["weights"] < report["memory_gib"]["graphs"] < report["peak_gib"] < report["gpu_gib"]
+    assert report["memory_gib"]["weights"] < report["tensors_gib"] < report["peak_gib"]
 
 
 @pytest.mark.timeout(900)
