@@ -30,9 +30,19 @@ if TYPE_CHECKING:
 @click.option(
     "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
 )
+@click.option(
+    "--ranks",
+    "num_ranks",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Ranks of the engine: this process is rank 0, with a worker process for each of the others.",
+)
 @click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
 @JSON
-def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
+def host(
+    sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, num_ranks: int, prompt_tokens: int, as_json: bool
+) -> None:
     """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
 
     Medians over steps of verify blocks: all of a step (planning, packing, reading, committing, delivering), and the
@@ -47,6 +57,7 @@ def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_t
             num_draft_tokens=num_draft_tokens,
             num_prompt_tokens=prompt_tokens,
             is_chained=is_chained,
+            num_ranks=num_ranks,
         )
         for size in sizes
         for is_chained in (True, False)

@@ -69,7 +69,7 @@ class ExecutorLimits:
         return self.num_page_groups * self.max_pages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PageUpdates:
     """Entries of the page table that change before a step, int64 [D]: `page_ids` at [slots, columns].
 
@@ -81,7 +81,7 @@ class PageUpdates:
     page_ids: Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StateCopies:
     """Recurrent states that are copied between slots and snapshots, int64 [C] each."""
 
@@ -162,7 +162,7 @@ class TokenMasks:
         return TokenMasks(rows=self.rows[is_in] - start, bits=self.bits[is_in])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """The rows of a step, what changes in the page table and in other state of slots before it, the tokens that rows
     may give, and the log probabilities that the step is to give.

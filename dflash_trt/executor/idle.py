@@ -86,5 +86,8 @@ class IdleExecutor:
         self.own_s += time.thread_time() - submitted_s
         return step
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _note_read(self) -> None:
         self._read_s = time.thread_time()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_trt.core.request import TokenEvent
-from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepResult
+from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepPlan, StepResult
 from dflash_trt.executor.bisection import run_with_bisection
 from dflash_trt.executor.stream import StepStream
 from dflash_trt.scheduler.planner import PlannedStep
@@ -31,6 +31,18 @@ class StepReport:
 
 # Called under the lock with each report, before anything else can happen to its requests.
 Deliver = Callable[[StepReport], None]
+
+
+class _FailedStep:
+    """The handle of a step that could not be submitted."""
+
+    elapsed_s = 0.0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 class DeviceLostError(Exception):
@@ -73,6 +85,8 @@ class StepRunner:
         return self._advance_chained() if self._is_chained else self._advance_plain()
 
     def close(self) -> None:
+        """Wait for what is submitted."""
+        self._wait_for_submitted()
         if self._stream is not None:
             self._stream.close()
 
@@ -124,7 +138,7 @@ class StepRunner:
             return False
         step = self._scheduler.plan(self._clock())
         if step.sequences:
-            self._submitted.append((step, self._executor.submit(step.plan)))
+            self._submitted.append((step, self._submit(step.plan)))
             return True
         if self._submitted:
             self._scheduler.abandon()
@@ -132,19 +146,28 @@ class StepRunner:
             self._report_ended(step)
         return False
 
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        try:
+            return self._executor.submit(plan)
+        except Exception as error:  # noqa: BLE001 - whatever a device raises fails its requests, in their turn
+            return _FailedStep(error)
+
     def _report_ended(self, step: PlannedStep) -> None:
         """Nothing runs: requests that ended while waiting are reported now."""
         self._deliver(StepReport(events=self._scheduler.commit(step, None)))
 
     def _abandon_submitted(self) -> None:
         """The step before them failed: they are skipped, and planned anew from what its parts give."""
-        for _, handle in self._submitted:
-            with contextlib.suppress(Exception):
-                handle.result()
+        self._wait_for_submitted()
         with self._lock:
             while self._submitted:
                 self._submitted.pop()
                 self._scheduler.abandon()
+
+    def _wait_for_submitted(self) -> None:
+        for _, handle in self._submitted:
+            with contextlib.suppress(Exception):
+                handle.result()
 
     def _recover(self, step: PlannedStep, error: Exception) -> None:
         """Run a step that failed again in parts, and fail the requests that cannot be computed."""

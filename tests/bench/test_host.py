@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +19,14 @@ def test_every_measured_step_is_one_of_verify_blocks(is_chained):
     assert (report.num_requests, report.num_steps, report.is_chained) == (3, 12, is_chained)
     assert report.between_ms > 0 and report.step_ms > 0
     assert not is_chained or report.between_ms < report.step_ms, "events are made after the next submission"
+
+
+def test_the_host_of_rank_0_is_measured_beside_its_workers():
+    before = psutil.Process().children()
+    report = measure_host(2, num_steps=5, num_draft_tokens=2, num_prompt_tokens=9, num_ranks=3)
+    assert (report.num_requests, report.num_ranks, report.num_steps) == (2, 3, 5)
+    assert 0 < report.between_ms < report.step_ms
+    assert psutil.Process().children() == before
 
 
 def test_a_step_costs_what_the_loop_takes_without_its_executor(monkeypatch):

@@ -339,10 +339,10 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
 
 def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
     measure = recorded(monkeypatch, "dflash_trt.bench.host", "measure_host")
-    words = ["--requests", "3", "--steps", "5", "--num-draft-tokens", "2", "--prompt-tokens", "9"]
+    words = ["--requests", "3", "--steps", "5", "--num-draft-tokens", "2", "--prompt-tokens", "9", "--ranks", "4"]
     assert invoke("bench", "host", *words).stderr == "error: recorded\n"
-    expected = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "is_chained": True}
-    assert measure.arguments == expected
+    sizes = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "num_ranks": 4}
+    assert measure.arguments == {**sizes, "is_chained": True}
     assert options_never_set(bench.commands["host"], [], words) == {"as_json"}
 
 

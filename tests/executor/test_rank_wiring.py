@@ -15,7 +15,7 @@ from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, R
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor.ranks import executor as ranks
-from dflash_trt.executor.ranks import launcher, shard, worker
+from dflash_trt.executor.ranks import launcher, messages, shard, worker
 from dflash_trt.executor.ranks.launcher import RankWorkers
 from dflash_trt.executor.ranks.messages import OpenShard, Raised, RankGoneError, RankProcess, Stop
 from dflash_trt.executor.ranks.shard import ShardOptions
@@ -54,8 +54,10 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankWorkers]]:
 def test_ranks_open_with_the_limits_and_settings_of_the_engine(
     workers: list[RankWorkers], monkeypatch: pytest.MonkeyPatch, draft_lens: list[int] | None
 ) -> None:
-    monkeypatch.setattr(ranks, "_open", lambda engine, options, workers: options)
-    options: Any = ranks.open_ranks(engine_of(3), CPU, draft_lens=draft_lens)
+    monkeypatch.setattr(ranks, "_start", lambda order, open_local, workers: order)
+    order: Any = ranks.open_ranks(engine_of(3), CPU, draft_lens=draft_lens)
+    options = order.options
+    assert (order.engine_dir, order.rank) == (str(Path("engine").absolute()), 1)
     assert (options.num_ranks, options.config, options.draft_lens) == (3, CPU, draft_lens and tuple(draft_lens))
     assert options.store_path.parent == workers[0].directory and not options.store_path.exists()
     assert options.timeout_s == ranks.TIMEOUTS_S["cpu"] < options.load_timeout_s
@@ -74,11 +76,11 @@ def test_ranks_open_with_the_limits_and_settings_of_the_engine(
 def test_an_opening_that_fails_leaves_nothing_behind(
     workers: list[RankWorkers], monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: Any, said: str
 ) -> None:
-    def failing(engine: Any, options: ShardOptions, workers: RankWorkers) -> None:
+    def failing(order: OpenShard, open_local: Any, workers: RankWorkers) -> None:
         assert workers._is_watched.is_set(), "a worker that is stopped ends the opening"
         raise error
 
-    monkeypatch.setattr(ranks, "_open", failing)
+    monkeypatch.setattr(ranks, "_start", failing)
     with pytest.raises(kind, match=said):
         ranks.open_ranks(engine_of(2), CPU)
     assert not workers[0].directory.exists() and not workers[0]._is_watched.is_set()
@@ -133,10 +135,12 @@ def test_a_shard_is_opened_by_the_backend_of_its_device(
 def test_a_worker_opens_the_engine_with_the_window_of_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = SimpleNamespace(with_draft_window=lambda window: ("windowed", window))
-    monkeypatch.setattr(worker.EngineDir, "open", lambda path: opened if path == "dir" else None)
+    opened, group = SimpleNamespace(with_draft_window=lambda window: ("windowed", window)), object()
+    monkeypatch.setattr(messages.EngineDir, "open", lambda path: opened if path == "dir" else None)
+    monkeypatch.setattr(messages, "open_shard", lambda *given: given)
     order = OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path, draft_window=9))
-    assert worker._engine(order) == ("windowed", 9)
+    found: Any = order.open(group)  # type: ignore[arg-type]
+    assert found == (("windowed", 9), 1, group, order.options)
 
 
 def test_a_report_of_a_failure_tells_a_users_mistake_from_a_bug() -> None:

@@ -256,7 +256,7 @@ def test_a_rank_that_fails_alone_is_named_with_its_error(engine: EngineDir) -> N
     with opened(engine) as two:
         send, started = two._workers.send, time.monotonic()
         two._workers.send = lambda order: send(
-            RunStep(plan=plan_of(_batch(99))) if isinstance(order, RunStep) else order
+            RunStep.after(None, plan_of(_batch(99))) if isinstance(order, RunStep) else order
         )
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: IndexError: index out of range"):
             run_batch(two, _batch(5))

@@ -242,9 +242,10 @@ class Mortal(FakeExecutor):
 
     can_retry = False
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, has_queue: bool = False) -> None:
         super().__init__(ROOMY, vocab_size=420)
         self._num_steps = num_steps
+        self.has_queue = has_queue
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         self._num_steps -= 1
@@ -253,7 +254,10 @@ class Mortal(FakeExecutor):
         return super().submit(plan)
 
 
-def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait(overlaps: bool) -> None:
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait(
+    overlaps: bool, has_queue: bool
+) -> None:
     opened = []
 
     def reopen() -> FakeExecutor:
@@ -261,7 +265,7 @@ def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait
         return opened[-1]
 
     threads = set(threading.enumerate())
-    loop = EngineLoop(Mortal(num_steps=4), overlaps=overlaps, reopen=reopen)
+    loop = EngineLoop(Mortal(num_steps=4, has_queue=has_queue), overlaps=overlaps, reopen=reopen)
     requests = [make_request(f"r{i}", range(i, i + 5), max_new_tokens=40) for i in range(6)]  # 4 run, 2 wait
     streams = [loop.submit(request) for request in requests]
     run(loop)

@@ -6,8 +6,11 @@ collectives of the network communicate.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,7 +21,7 @@ from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError
 from dflash_trt.core.own_process import OwnProcess
-from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepHandle, StepPlan, StepResult
 from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.ranks.messages import (
     Awake,
@@ -38,6 +41,7 @@ from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, fingerp
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import ProcessRanks
     from dflash_trt.core.runtime_config import Device, RuntimeConfig
+    from dflash_trt.core.step_plan import StepRows
     from dflash_trt.engine_dir import EngineDir
 
 # Of one collective, and of a worker's answer; a GPU's kernels are compiled in the first steps.
@@ -47,15 +51,17 @@ _LOAD_TIMEOUT_S = 1800.0  # for weights on a slow disk
 _FAILURE_TIMEOUT_S = 5.0  # for the reports of the other ranks
 
 _Outcome = TypeVar("_Outcome", StepResult, Tensor)
+_T = TypeVar("_T")
 
 
 class RankedExecutor:
     """Implements EngineExecutor. After a RankError it is closed, and its workers have ended.
 
+    Where steps are queued, on GPUs, a step is queued on every rank at once, and its outcomes are compared when that of
+    the next one is read, so that no rank waits for another one's host. Elsewhere they are compared at once.
+
     The workers end with `close`, with the garbage collection of this object, and with the program.
     """
-
-    has_queue = False
 
     def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
         """Made by `open_ranks`. `num_threads` are those of each rank."""
@@ -64,6 +70,8 @@ class RankedExecutor:
         self._ranks = ranks
         self._workers = workers
         self._own_process = OwnProcess()
+        self._sent_rows: StepRows | None = None
+        self._uncompared: deque[Ran] = deque()  # of this rank; the workers' are read or on their way
         self._failure: str | None = None
 
     @property
@@ -81,19 +89,27 @@ class RankedExecutor:
         return self._workers.process_ids
 
     @property
+    def has_queue(self) -> bool:
+        return self._local.has_queue
+
+    @property
     def can_retry(self) -> bool:
         return self._failure is None
 
-    def submit(self, plan: StepPlan) -> FinishedStep:
-        """Run one step on all ranks at once.
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Run one step on all ranks at once, or queue it; then `result` of the handle raises.
 
         Raises:
-            RankError: a rank has ended, failed alone, or has another result.
+            RankError: a rank has ended, failed alone, or has another result, or had one in the step before.
             Exception: the error that the step raised on every rank; the next step may be run.
         """
         check_plan(plan, self.limits)
-        run = partial(self._run, RunStep(plan=plan), lambda: self._local.submit(plan).result())
-        return FinishedStep(run)
+        order = RunStep.after(self._sent_rows, plan)
+        self._sent_rows = plan.rows
+        start = partial(self._start, order, lambda: self._local.submit(plan))
+        if self.has_queue:
+            return _QueuedStep(start(), partial(self._finish, lateness=1))
+        return FinishedStep(lambda: self._finish(start().result))
 
     @property
     def target_logits(self) -> Callable[[Sequence[int]], Tensor]:  # float [N, V]
@@ -102,41 +118,67 @@ class RankedExecutor:
         An AttributeError, as on one rank, where the backend returns none.
         """
         local = self._local.target_logits
-        return lambda token_ids: self._run(RunLogits(token_ids=tuple(token_ids)), lambda: local(token_ids))
+
+        def run(token_ids: Sequence[int]) -> Tensor:
+            logits = self._start(RunLogits(token_ids=tuple(token_ids)), lambda: local(token_ids))
+            return self._finish(lambda: logits)
+
+        return run
 
     def close(self) -> None:
         """End the workers, and free this rank's weights and pages. Calling it again does nothing."""
         self._failure = self._failure or "The engine is closed. Open it again."
         self._workers.close()
 
-    def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
-        with self._workers.watched():
-            return self._run_watched(order, run)
-
-    def _run_watched(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
+    def _start(self, order: Order, run: Callable[[], _T]) -> _T:
+        """Send an order and follow it."""
         self._own_process.check()
-        if self._failure is not None:
-            raise RankError(self._failure)
         if torch.get_num_threads() != self._num_threads:  # a setting of the calling thread
             torch.set_num_threads(self._num_threads)  # the number of threads changes how sums are rounded
-        try:
+
+        def send_and_run() -> _T:
             self._workers.send(order)
-            outcome = run()
-        except Exception as error:
-            reports = self._workers.receive(_FAILURE_TIMEOUT_S)
-            if self._has_failed_alike(reports, error):
-                self._continue_after(error)
-                raise
-            raise self._given_up(reports, error) from error
-        except BaseException:  # an interrupt: the ranks are no longer in step
-            self._failure = "A step was interrupted. Open the engine again."
-            self._kill_workers()
-            raise
-        expected = Ran(fingerprint=fingerprint(outcome))
-        reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
-        if any(report != expected for report in reports):
-            raise self._given_up(reports, None)
+            return run()
+
+        return self._alike(send_and_run)
+
+    def _finish(self, read: Callable[[], _Outcome], *, lateness: int = 0) -> _Outcome:
+        """Read an outcome, and compare all but the last `lateness` with those of the workers."""
+        outcome = self._alike(read)
+        self._uncompared.append(Ran(fingerprint=fingerprint(outcome)))
+        with self._workers.watched():
+            while len(self._uncompared) > lateness:
+                reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
+                if any(report != self._uncompared[0] for report in reports):
+                    raise self._given_up(reports, None)
+                self._uncompared.popleft()
         return outcome
+
+    def _alike(self, act: Callable[[], _T]) -> _T:
+        """Act as the other ranks do. An error ends all of them, unless each has it."""
+        if self._failure is not None:
+            raise RankError(self._failure)
+        with self._workers.watched():
+            try:
+                return act()
+            except Exception as error:
+                reports = self._failed_reports()
+                if self._have_failed_alike(reports, error):
+                    self._continue_after(error)
+                    raise
+                raise self._given_up(reports, error) from error
+            except BaseException:  # an interrupt: the ranks are no longer in step
+                self._failure = "A step was interrupted. Open the engine again."
+                self._kill_workers()
+                raise
+
+    def _failed_reports(self) -> Reports:
+        """Of the order that failed here, or of one before it that failed on a worker."""
+        reports = self._workers.receive(_FAILURE_TIMEOUT_S)
+        while self._uncompared and all(report == self._uncompared[0] for report in reports):
+            self._uncompared.popleft()
+            reports = self._workers.receive(_FAILURE_TIMEOUT_S)
+        return reports
 
     def _continue_after(self, error: Exception) -> None:
         try:
@@ -144,7 +186,7 @@ class RankedExecutor:
         except RankGoneError as gone:
             raise self._given_up([gone], error) from error
 
-    def _has_failed_alike(self, reports: Reports, error: Exception) -> bool:
+    def _have_failed_alike(self, reports: Reports, error: Exception) -> bool:
         """True if every rank raised after the same collective. Unknown, so False, on GPUs."""
         if isinstance(error, ExchangeError) or self._ranks.device.type != "cpu":
             return False
@@ -163,6 +205,21 @@ class RankedExecutor:
         self._workers.kill()
 
 
+class _QueuedStep:
+    """A step that is queued on all ranks; implements StepHandle."""
+
+    def __init__(self, local: StepHandle, finish: Callable[[Callable[[], StepResult]], StepResult]) -> None:
+        self._local = local
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        return self._finish(self._local.result)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._local.elapsed_s
+
+
 def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None) -> RankedExecutor:
     """Start a worker for each rank but 0, and open all shards of the engine. Memory and threads are per rank.
 
@@ -173,18 +230,32 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         RankError: a worker did not start.
     """
     _check(engine, config.device)
+
+    def order(store_path: Path) -> OpenShard:
+        options = ShardOptions(
+            num_ranks=engine.manifest.pretrained_config.mapping.world_size,
+            store_path=store_path,
+            config=config,
+            timeout_s=TIMEOUTS_S[config.device],
+            load_timeout_s=_LOAD_TIMEOUT_S,
+            draft_lens=None if draft_lens is None else tuple(draft_lens),
+        )
+        return OpenShard(engine_dir=str(engine.path.absolute()), rank=1, options=options)
+
+    return start_ranks(order, lambda ranks, options: open_shard(engine, 0, ranks, options))
+
+
+def start_ranks(
+    make_order: Callable[[Path], OpenShard], open_local: Callable[[ProcessRanks, ShardOptions], ShardExecutor]
+) -> RankedExecutor:
+    """Open one shard here, and one in a worker for each other rank, by the order for a file to meet at.
+
+    Raises as `open_ranks` does.
+    """
     workers = RankWorkers()
-    options = ShardOptions(
-        num_ranks=engine.manifest.pretrained_config.mapping.world_size,
-        store_path=workers.directory / "store",
-        config=config,
-        timeout_s=TIMEOUTS_S[config.device],
-        load_timeout_s=_LOAD_TIMEOUT_S,
-        draft_lens=None if draft_lens is None else tuple(draft_lens),
-    )
     try:
         with workers.watched():
-            return _open(engine, options, workers)
+            return _start(make_order(workers.directory / "store"), open_local, workers)
     except DFlashError:
         workers.kill()
         raise
@@ -197,9 +268,12 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         raise
 
 
-def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> RankedExecutor:
+def _start(
+    order: OpenShard, open_local: Callable[[ProcessRanks, ShardOptions], ShardExecutor], workers: RankWorkers
+) -> RankedExecutor:
+    options = order.options
     for rank in range(1, options.num_ranks):
-        workers.start(OpenShard(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
+        workers.start(replace(order, rank=rank))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
     if options.config.device == "cuda":  # NCCL polls its store
@@ -207,9 +281,9 @@ def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> Ran
     else:
         workers.forget_directory()
     workers.at_end.append(ranks.close)
-    local = open_shard(engine, 0, ranks, options)
+    local = open_local(ranks, options)
     workers.at_end.insert(0, local.close)  # CUDA graphs go before the group that they use
-    _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
+    _expect(workers, Opened(), timeout_s=options.load_timeout_s)
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"
     return RankedExecutor(local, ranks, workers, num_threads=num_threads)

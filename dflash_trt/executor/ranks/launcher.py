@@ -15,7 +15,16 @@ from weakref import finalize
 from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import DFlashError, RankError
 from dflash_trt.core.own_process import OwnProcess
-from dflash_trt.executor.ranks.messages import OpenShard, Order, Raised, RankGoneError, RankProcess, Report, Stop
+from dflash_trt.executor.ranks.messages import (
+    OpenShard,
+    Order,
+    Raised,
+    RankGoneError,
+    RankProcess,
+    Report,
+    Stop,
+    encoded,
+)
 
 Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 
@@ -54,8 +63,9 @@ class RankWorkers:
 
     def send(self, order: Order) -> None:
         """Raises RankGoneError."""
+        content = encoded(order)
         for process in self._processes:
-            process.send(order)
+            process.send_bytes(content)
 
     def receive(self, timeout_s: float) -> list[Report | RankGoneError]:
         """Return the next report of each worker, all within `timeout_s`, or the RankGoneError instead of it."""

@@ -6,18 +6,32 @@ A worker is a fresh interpreter and not a fork or a spawn, so that programs need
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import psutil
 
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.core.step_plan import StepPlan
-from dflash_trt.executor.ranks.shard import ShardOptions
+from dflash_trt.core.step_plan import StepPlan, StepRows
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, open_shard
+
+if TYPE_CHECKING:
+    from dflash_trt.backends.torch.process_group import ProcessRanks
+
+_NO_ROWS: Final = StepRows(
+    request_ids=(),
+    sampling={},
+    num_draft_tokens=0,
+    **dict.fromkeys(("slot_ids", "num_tokens", "num_candidates", "context_lens", "token_ids"), np.zeros(0, np.int64)),
+)
 
 # Orders of rank 0.
 
@@ -30,10 +44,31 @@ class OpenShard:
     rank: int
     options: ShardOptions
 
+    def open(self, ranks: ProcessRanks) -> ShardExecutor:
+        """Called in the worker, which has joined the others. Raises as `open_shard` does."""
+        engine = EngineDir.open(self.engine_dir).with_draft_window(self.options.config.draft_window)
+        return open_shard(engine, self.rank, ranks, self.options)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class RunStep:
+    """Run a step. Rows that repeat are not sent again."""
+
     plan: StepPlan
+    repeats_rows: bool
+
+    @classmethod
+    def after(cls, before: StepRows | None, plan: StepPlan) -> RunStep:
+        """`before` are the rows that were sent last."""
+        repeats = plan.rows is before
+        return cls(plan=replace(plan, rows=_NO_ROWS) if repeats else plan, repeats_rows=repeats)
+
+    def plan_after(self, before: StepRows | None) -> StepPlan:
+        """The plan, in a worker that got the rows `before` last."""
+        if not self.repeats_rows:
+            return self.plan
+        assert before is not None
+        return replace(self.plan, rows=before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +88,12 @@ class Stop:
 
 Order = OpenShard | RunStep | RunLogits | GoOn | Stop
 
+
+def encoded(order: Order) -> bytes:
+    """As `Connection.recv` reads it."""
+    return pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+
+
 # Reports of a worker.
 
 
@@ -66,7 +107,7 @@ class Opened:
     pass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Ran:
     fingerprint: bytes  # of the outcome; see `shard.fingerprint`
 
@@ -117,9 +158,13 @@ class RankProcess:
 
     def send(self, order: Order) -> None:
         """Raises RankGoneError."""
+        self.send_bytes(encoded(order))
+
+    def send_bytes(self, order: bytes) -> None:
+        """Send what `encoded` returned. Raises RankGoneError."""
         self._sent_s = time.monotonic()
         try:
-            self._pipe.send(order)
+            self._pipe.send_bytes(order)
         except OSError as error:
             raise RankGoneError(self._ending()) from error
 

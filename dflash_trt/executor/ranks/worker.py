@@ -11,24 +11,29 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShard, Order, Raised, Ran, RunLogits, RunStep
-from dflash_trt.executor.ranks.shard import ShardExecutor, fingerprint, join, open_shard
+from dflash_trt.executor.ranks.shard import ShardExecutor, fingerprint, join
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dflash_trt.backends.torch.process_group import ProcessRanks
-    from dflash_trt.core.step_plan import StepResult
+    from dflash_trt.core.step_plan import StepResult, StepRows
+
+    _Outcome = StepResult | Tensor
 
 # Time that a worker whose step failed waits for GoOn, longer than rank 0 waits for reports. Then it ends, and with it
 # the collectives of ranks that did not fail.
 FAILED_ALONE_S = 6.0
 _PARENT_POLL_S = 0.5
+_MAX_QUEUED = 2  # as rank 0's loop: staging memory has a block for each, and one that is read
 
 
 def main() -> None:
@@ -50,10 +55,6 @@ def main() -> None:
         os._exit(exit_code)  # libraries would wait for ranks that have ended
 
 
-def _engine(request: OpenShard) -> EngineDir:
-    return EngineDir.open(request.engine_dir).with_draft_window(request.options.config.draft_window)
-
-
 def _serve(pipe: Connection[object, Order]) -> None:
     request = pipe.recv()
     assert isinstance(request, OpenShard)
@@ -61,26 +62,76 @@ def _serve(pipe: Connection[object, Order]) -> None:
     try:
         pipe.send(Awake())
         ranks = join(request.options, request.rank)
-        executor = open_shard(_engine(request), request.rank, ranks, request.options)
+        executor = request.open(ranks)
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
         return
     pipe.send(Opened())
+    with Answers(pipe, ranks, ends_after_failure=executor.has_queue) as answers:
+        _follow(pipe, executor, answers)
+
+
+def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: Answers) -> None:
+    """Follow orders until the last one. A GPU gets the next step while it runs the one before, as that of rank 0."""
+    rows: StepRows | None = None
     while isinstance(order := pipe.recv(), RunStep | RunLogits | GoOn):
         if isinstance(order, GoOn):
             continue
+        answers.wait_for_room()
         try:
-            pipe.send(Ran(fingerprint=fingerprint(_run(executor, order))))
+            if isinstance(order, RunStep):
+                plan = order.plan_after(rows)
+                rows = plan.rows
+                answers.give(executor.submit(plan).result)
+            else:
+                answers.give(partial(_same, executor.target_logits(order.token_ids)))
         except Exception as error:  # noqa: BLE001 - rank 0 tells the user
-            pipe.send(_raised(error, ranks))
-            if not pipe.poll(FAILED_ALONE_S):
+            answers.give(partial(_raise, error))
+            if executor.has_queue or not pipe.poll(FAILED_ALONE_S):
                 return
 
 
-def _run(executor: ShardExecutor, order: RunStep | RunLogits) -> StepResult | Tensor:
-    return (
-        executor.submit(order.plan).result() if isinstance(order, RunStep) else executor.target_logits(order.token_ids)
-    )
+class Answers:
+    """Reports of outcomes to rank 0, in order, from a thread that waits for them."""
+
+    def __init__(self, pipe: Connection[object, Order], ranks: ProcessRanks, *, ends_after_failure: bool) -> None:
+        """`ends_after_failure`: the process may start nothing more, and ends unless rank 0 ends it."""
+        self._pipe, self._ranks = pipe, ranks
+        self._ends_after_failure = ends_after_failure
+        self._room = threading.Semaphore(_MAX_QUEUED)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-answers")
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()  # other GPUs may be in the collectives of what is queued
+
+    def wait_for_room(self) -> None:
+        """Until one more order may be started."""
+        self._room.acquire()
+
+    def give(self, read: Callable[[], _Outcome]) -> None:
+        """Report what `read` returns or raises, when it does."""
+        self._thread.submit(self._report, read)
+
+    def _report(self, read: Callable[[], _Outcome]) -> None:
+        try:
+            self._pipe.send(Ran(fingerprint=fingerprint(read())))
+        except Exception as error:  # noqa: BLE001 - rank 0 tells the user
+            self._pipe.send(_raised(error, self._ranks))
+            if self._ends_after_failure:
+                time.sleep(FAILED_ALONE_S)
+                os._exit(1)
+        self._room.release()
+
+
+def _same(outcome: _Outcome) -> _Outcome:
+    return outcome
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _raised(error: Exception, ranks: ProcessRanks | None) -> Raised:
