@@ -1,11 +1,14 @@
 """Descriptions of quantized checkpoints: the format of every module that they name, and the K/V that they quantize."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from dflash_trt.checkpoint.producers import compressed_tensors, fp8, modelopt
-from dflash_trt.checkpoint.producers.base import Scheme
+from dflash_trt.checkpoint.producers.base import Scheme, spellings
 
 Config = dict[str, Any]
 FP8: Config = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -184,3 +187,13 @@ def test_fp8_is_in_blocks_or_per_tensor_or_per_row(fields: Config, expected: str
             "model.layers.10.mlp.up_proj",
         )
         assert formats(found, *modules) == [None, expected, None, None, expected]
+
+
+WORDS = st.text("ab.*?[]!-", max_size=6)
+
+
+@drawn(patterns=st.lists(WORDS, max_size=5), module=st.text("ab.", min_size=1, max_size=4))
+def test_modelopts_patterns_are_those_of_fnmatch_however_many(patterns: list[str], module: str) -> None:
+    is_excluded = any(fnmatchcase(name, pattern) for name in spellings(module) for pattern in patterns)
+    found = scheme(modelopt, MODELOPT | {"exclude_modules": patterns})
+    assert formats(found, module) == [None if is_excluded else "fp8"]

@@ -4,7 +4,7 @@ Knows no format and no producer by name. `quantized_weights` finds and reads the
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -120,6 +120,18 @@ def section_reader(fields: Mapping[str, Any], subject: str, problems: list[str])
     """A strict reader of `quantization_config`, for a `subject` as `read_scheme` makes it."""
     label = subject.removesuffix(f" key '{SECTION}'")
     return ConfigReader(fields, label=label, problems=problems, prefix=f"{SECTION}.")
+
+
+def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """`is_named` for any of many patterns: there are hundreds of them, and thousands of modules."""
+    names = frozenset(patterns)
+    expressions = [pattern for pattern in names if pattern.startswith("re:")]
+
+    def is_one(module: str) -> bool:
+        is_listed = not names.isdisjoint(spellings(module))
+        return is_listed or any(is_named(module, pattern) for pattern in expressions)
+
+    return is_one
 
 
 def is_named(module: str, pattern: str) -> bool:

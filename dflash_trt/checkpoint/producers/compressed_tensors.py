@@ -16,6 +16,7 @@ from dflash_trt.checkpoint.producers.base import (
     StoredField,
     StoredFormat,
     is_named,
+    name_matcher,
     pattern_problems,
     section_reader,
 )
@@ -61,10 +62,10 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
     if len(problems) > num_problems:
         return None
 
+    is_ignored = name_matcher(ignored)
+
     def format_of(module: str) -> StoredFormat | None:
-        if _LINEAR_CLASS in ignored or any(is_named(module, pattern) for pattern in ignored):
-            return None
-        return _of_targets(module, groups)
+        return None if _LINEAR_CLASS in ignored or is_ignored(module) else _of_targets(module, groups)
 
     return Scheme(source=subject, format_of=format_of, has_fp8_kv=has_fp8_kv, kv_scale="self_attn.{x}_scale")
 

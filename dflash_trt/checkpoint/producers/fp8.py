@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.producers.base import (
     Scheme,
     StoredField,
     StoredFormat,
-    is_named,
+    name_matcher,
     pattern_problems,
     section_reader,
     spellings,
@@ -54,12 +54,11 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
     reader.finish()
     if len(problems) > num_problems:
         return None
-    names = frozenset(ignored)  # of experts there are ten thousand modules, and hundreds of names
-    expressions = [name for name in ignored if name.startswith("re:")]
+    names, is_named = frozenset(ignored), name_matcher(ignored)
 
     def format_of(module: str) -> StoredFormat | None:
         is_ignored = any(end in names for known in spellings(module) for end in _ends(known))
-        return None if is_ignored or any(is_named(module, pattern) for pattern in expressions) else stored
+        return None if is_ignored or is_named(module) else stored
 
     return Scheme(source=subject, format_of=format_of)
 

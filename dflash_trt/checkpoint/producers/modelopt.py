@@ -5,8 +5,9 @@ Experts are a matrix each, or, in Llama 4, [experts, in, out] in one tensor, pac
 of them where a matrix has one; FP8_PER_CHANNEL_PER_TOKEN has one scale for each of these experts.
 """
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import shown
@@ -29,6 +30,7 @@ _ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": StoredFormat(format="fp8_w8a16", fields={"codes": _CODES, "weight_scale": _SCALE}),
 }
 _MIXED = "MIXED_PRECISION"
+_WILD = re.compile(r"[*?[]")
 _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, or use the unquantized checkpoint."
 
 
@@ -62,11 +64,13 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
         for name, entry in (section.get("quantized_layers") or {}).items()
     }
 
+    is_excluded = _matcher(excluded)
+
     def format_of(module: str) -> StoredFormat | None:
         names = _names_in_lists(module)
         if layers:
             return next((layers[name] for name in names if name in layers), None)
-        return None if any(fnmatchcase(name, pattern) for pattern in excluded for name in names) else default
+        return None if any(map(is_excluded, names)) else default
 
     has_fp8_kv = _kv_algorithm(section) == "FP8"
     return Scheme(
@@ -124,6 +128,13 @@ def _names_in_lists(module: str) -> tuple[str, ...]:
     """Of a module; experts in one tensor are listed as the module that holds both of their tensors."""
     owner, _, _ = module.rpartition(".")
     return (*spellings(module), *(spellings(owner) if owner.endswith(".experts") else ()))
+
+
+def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """True of names that one of fnmatch's patterns matches. There are thousands of both, so each is not tried alone."""
+    whole = frozenset(patterns)
+    wild = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns if _WILD.search(pattern)) or r"(?!)")
+    return lambda name: name in whole or wild.match(name) is not None
 
 
 def _plain_name(name: str) -> str:
