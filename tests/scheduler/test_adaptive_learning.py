@@ -67,6 +67,50 @@ def test_decoding_without_drafts_is_tried_where_the_drafter_is_what_costs() -> N
     assert lengths.count(0) > 350
 
 
+@pytest.mark.parametrize(("num_decoding", "is_free"), [(24, True), (16, False), (4, False), (3, True)])
+def test_a_change_of_k_soon_after_another_is_free_where_the_batch_jumps(
+    monkeypatch: pytest.MonkeyPatch, num_decoding: int, is_free: bool
+) -> None:
+    """By more than 2.2 times."""
+    policy, speeds = AdaptiveDraftLength(4, lengths=(1, 2)), {1: 2.0, 2: 1.0}
+    monkeypatch.setattr(policy, "tokens_per_second", lambda num_decoding, length: speeds[length])
+    assert [policy.choose(8) for _ in range(4)] == [1] * 4, "it began with 2"
+    speeds[2] = 2.2
+    assert policy.choose(num_decoding) == (2 if is_free else 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "candidates", "is_measured"),
+    [(3, (3, 3, 3, 1), True), (3, (3, 3, 3), True), (3, (3, 3), False), (3, (3, 3, 1, 1), False), (0, (), True)],
+)
+def test_a_step_is_measured_where_three_quarters_of_those_who_decode_verified_all_drafts(
+    length: int, candidates: tuple[int, ...], is_measured: bool
+) -> None:
+    policy = AdaptiveDraftLength(7)
+    verified = tuple((num_candidates, 0) for num_candidates in candidates)
+    policy.observe(
+        StepObservation(
+            num_draft_tokens=length, num_decoding=4, num_prefill_tokens=0, verified=verified, elapsed_s=0.01
+        )
+    )
+    assert (policy.tokens_per_second(4, length) is not None) == is_measured
+
+
+def test_a_probe_that_was_interrupted_for_long_forbids_no_others() -> None:
+    batch_sizes = [1 + step // 40 * 7 % 48 for step in range(3000)]
+
+    def num_late_changes(interruption_s: float) -> int:
+        left_s = [interruption_s]
+
+        def cost_s(num_requests: int, num_verified: int, num_drafted: int) -> float:
+            usual_s = gpu_cost_s(num_requests, num_verified, num_drafted)
+            return usual_s + (left_s.pop() if not num_drafted and left_s else 0.0)
+
+        return sum(a != b for a, b in pairwise(chosen(AdaptiveDraftLength(7), cost_s, 0.1, batch_sizes)[200:]))
+
+    assert num_late_changes(1000.0) > 0.5 * num_late_changes(0.0) > 10
+
+
 def test_probes_are_paid_for_from_their_share_of_the_time() -> None:
     """Batch sizes come and go, so that there is always something to learn."""
     batch_sizes = [1 + step // 40 * 7 % 48 for step in range(3000)]

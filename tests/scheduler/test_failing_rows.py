@@ -182,6 +182,21 @@ def test_a_row_that_breaks_the_contract_does_not_end_a_new_request_of_its_name()
     assert driver.finish_reasons == {"bad": "length"}
 
 
+def test_a_request_sent_back_waits_for_no_repeated_step_that_did_not_run() -> None:
+    driver = make_driver(make_limits(max_seq_len=200, num_pages=100))
+    request = make_request("r", max_new_tokens=100)
+    driver.add(request)
+    for _ in range(4):
+        driver.step()
+    running, behind = driver.scheduler.plan(), driver.scheduler.plan()
+    assert behind.planned is running.planned, "it repeats"
+    driver.scheduler.abandon()
+    driver._take(driver.scheduler.commit(running, driver.executor.submit(running.plan).result()))
+    driver.scheduler.preempt("r")
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
 def test_a_policy_that_cannot_learn_costs_no_request_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
     class Forgetful:
         def choose(self, num_decoding: int) -> int:

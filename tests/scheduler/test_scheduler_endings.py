@@ -229,11 +229,13 @@ def test_a_paused_request_gives_its_place_away_and_goes_on_with_the_same_tokens(
 def test_a_request_paused_too_long_ends_with_timeout() -> None:
     driver = make_driver(max_paused_s=10.0)
     driver.add(make_request("r"))
+    driver.now = 5.0
     driver.step()
     driver.scheduler.pause("r")
-    driver.now = 9.0
+    driver.now = 14.0
     driver.step()
     assert driver.finish_reasons == {}
-    driver.now = 10.0
+    driver.now = 15.0
     driver.step()
     assert driver.finish_reasons == {"r": "timeout"}
+    assert "found 10.000 s without one" in str(driver.events[-1].error)

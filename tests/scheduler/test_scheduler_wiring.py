@@ -97,6 +97,11 @@ def test_each_statistic_counts_its_own_thing() -> None:
         "num_draft_tokens": sum(event.num_candidates for event in verified),
         "num_accepted_tokens": sum(event.num_accepted for event in verified),
         "num_emitted_by_verify": sum(event.num_accepted + 1 for event in verified),
+        "acceptance_by_position": tuple(
+            sum(event.num_accepted > i for event in reached) / len(reached) if reached else None
+            for i in range(5)
+            for reached in [[event for event in verified if event.num_candidates > i <= event.num_accepted]]
+        ),
         "num_preemptions": 1,
         "num_admitted_prompt_tokens": 12 + 12 + 3 * 6,
         "num_prefix_hit_tokens": 8,
