@@ -30,10 +30,11 @@ def read(tmp_path: Path) -> Read:
     tokenizer.save(str(path / "tokenizer.json"))
     template = (
         "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
+        "{{ mood }}{{ end }}"
     )
     edit_json(path / "tokenizer_config.json", chat_template=template)
 
-    def prompts(*rows: Any, **config: Any) -> list[list[int]]:
+    def prompts(*rows: Any, options: dict[str, Any] | None = None, **config: Any) -> list[list[int]]:
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (tmp_path / "rows.jsonl").write_text("\n".join(lines))
         return calibration_prompts(
@@ -41,7 +42,7 @@ def read(tmp_path: Path) -> Read:
             base_dir=tmp_path,
             tokenizer_dir=path,
             vocab_size=300,
-            template_options={},
+            template_options=options or {},
         )
 
     return prompts
@@ -68,6 +69,12 @@ def test_a_text_is_framed_and_a_conversation_is_as_its_template_has_it(read: Rea
     """Without a prompt for an answer, which calibration does not ask for."""
     text, conversation = read({"prompt": "hi"}, {"messages": HI})
     assert text == [BEGIN, *conversation]
+
+
+def test_a_row_replaces_options_of_the_template_by_name(read: Read) -> None:
+    rows = [{"messages": HI}, {"messages": HI, "chat_template_kwargs": {"mood": "b"}}]
+    expected = read(*({"messages": [{"role": "user", "content": text}]} for text in ("hiae", "hibe")))
+    assert read(*rows, options={"mood": "a", "end": "e"}) == expected
 
 
 @pytest.mark.parametrize("token_id", [-1, 300])
