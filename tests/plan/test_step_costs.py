@@ -95,7 +95,7 @@ def test_a_product_takes_the_longer_of_its_bytes_and_its_flops(item: Product, se
 
 def test_weights_are_read_as_wide_and_as_fast_as_the_machine_keeps_them() -> None:
     """The bandwidth is that of all bytes of the step: 6000 of weights, 400 of vectors, 600 of K/V."""
-    kept = replace(GPU, plain_weight_bits=16, read_bytes_per_s={7000: 200.0, 7001: 100.0})
+    kept = replace(GPU, plain_weight_bits=16, read_bytes_per_s={6999: 100.0, 7000: 200.0, 7001: 100.0})
     work = replace(WORK, products=(product(1, 12_000, elements=3000),), vector_bytes=400.0)
     assert StepClock(kept, COSTS).time(work).products_s == pytest.approx(6000 / (200 * 0.5))
 

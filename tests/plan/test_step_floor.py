@@ -13,7 +13,7 @@ from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import GPUS, gpu_of
 from dflash_trt.plan.planning import EnginePlan, plan_engine
-from dflash_trt.plan.remedies import _more_ranks
+from dflash_trt.plan.remedies import _fewer_step_tokens, _more_ranks
 from dflash_trt.plan.step_floor import Step, chosen_fraction
 from dflash_trt.plan.step_work import EngineWork
 
@@ -137,6 +137,13 @@ def test_a_remedy_of_ranks_has_more_of_them(tp_size: int) -> None:
     config = BuildConfig(target="t", tp_size=tp_size)
     found = [changed.tp_size for _, changed in _more_ranks(config)]
     assert found and min(found) > tp_size and len(set(found)) < len(found)  # with whole experts on a rank, too
+
+
+@pytest.mark.parametrize(("batch_size", "fewest"), [(4, 256), (500, 512), (512, 512), (513, 1024), (2048, None)])
+def test_a_remedy_of_fewer_step_tokens_leaves_one_to_each_request(batch_size: int, fewest: int | None) -> None:
+    config = BuildConfig(target="t", max_batch_size=batch_size, max_num_tokens=2048)
+    found = [changed.max_num_tokens for _, changed in _fewer_step_tokens(config)]
+    assert found == [num_tokens for num_tokens in (1024, 512, 256) if fewest is not None and num_tokens >= fewest]
 
 
 def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) -> None:
