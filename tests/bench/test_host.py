@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from dflash_trt.bench import host
 from dflash_trt.bench.host import measure_host
 from dflash_trt.cli.main import cli
+from dflash_trt.executor.idle import IdleExecutor, IdleStep
 from tests.serving.engines import Clock
 
 
@@ -27,6 +28,22 @@ def test_the_host_of_rank_0_is_measured_beside_its_workers():
     assert (report.num_requests, report.num_ranks, report.num_steps) == (2, 3, 5)
     assert 0 < report.between_ms < report.step_ms
     assert psutil.Process().children() == before
+
+
+def test_times_between_submissions_are_those_of_measured_steps(monkeypatch):
+    class Numbered(IdleExecutor):
+        """Each time is the number of its step."""
+
+        def submit(self, plan) -> IdleStep:
+            self.num_steps = getattr(self, "num_steps", -1) + 1
+            before = len(self.between_s)
+            step = super().submit(plan)
+            self.between_s[before:] = [float(self.num_steps)] * (len(self.between_s) - before)
+            return step
+
+    monkeypatch.setattr(host, "IdleExecutor", Numbered)
+    report = measure_host(2, num_steps=11, num_draft_tokens=2, num_prompt_tokens=40, is_chained=False)
+    assert report.between_ms == 1e3 * (1 + 20 + 5), "after the prompts' step and 20 to warm up the median of 11"
 
 
 def test_a_step_costs_what_the_loop_takes_without_its_executor(monkeypatch):

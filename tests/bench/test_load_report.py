@@ -126,6 +126,8 @@ def test_a_line_of_the_table_has_its_numbers_under_their_headings() -> None:
     arrivals = report_of("s", Load(num_conversations=4, request_rate_per_s=2.5), [RUN], num_gpus=None, limits=Limits())
     head, line = table([arrivals], unit="server")
     assert "2.5 req/s" in line and "good/s" not in head
+    head, first, second = table([arrivals, numbers], unit="server")
+    assert head.endswith("good/s") and (first.split()[-1], second.split()[-1]) == ("-", "0.50")
     assert [point.label for point in curves([arrivals])["s"]] == ["2.5/s"]
 
 

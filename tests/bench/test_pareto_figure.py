@@ -84,6 +84,9 @@ def test_the_ending_names_the_format_and_a_figure_is_the_same_every_time(tmp_pat
         draw(replace(FIGURE, curves={}) if name == "empty.png" else FIGURE, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    for name in ("a.png", "a.svg"):
+        drawn = (tmp_path / name).read_bytes()
+        assert b"<dc:date>" not in drawn and b"matplotlib v" not in drawn.lower(), "no date, no version"
     draw(replace(FIGURE, title="U"), tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() != (tmp_path / "b.svg").read_bytes()
 

@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
+from dflash_trt.bench import request_load
 from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, LoadReport, report_of
 from dflash_trt.bench.openai_client import connected
@@ -20,8 +23,9 @@ from dflash_trt.bench.request_load import Load, LoadRun, run_load
 from dflash_trt.bench.server_sweep import LoadError, Side, sweep_servers
 from dflash_trt.core.errors import ConfigError
 from tests.bench.scripted_server import ScriptedServer, running
+from tests.serving.engines import Clock
 
-PROMPT = Conversation(prompt="x", category="prose")
+PROMPT = Conversation(prompt="x", category="prose", fields={"max_tokens": 12})
 FAST = [[0.0, 0.0]]
 SLACK_S = 0.15  # of a busy machine
 
@@ -78,6 +82,30 @@ def test_arrivals_at_a_rate_do_not_wait_for_answers() -> None:
     done = run(server, Load(num_conversations=9, request_rate_per_s=50.0))
     assert server.max_open > 4
     assert 0.4 < done.duration_s < 2.0
+
+
+def test_a_late_client_sends_the_next_request_when_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request keeps the client busy for half a second, which no later one is sent after where it had time."""
+    clock, sleep, started = Clock(), asyncio.sleep, list[float]()
+
+    async def asleep(seconds: float) -> None:
+        until_s = clock.now + seconds
+        await sleep(0)
+        clock.now = max(clock.now, until_s)
+
+    async def ask(conversation: Conversation) -> list[Any]:
+        started.append(clock.now)
+        clock.now += 0.5
+        return []
+
+    monkeypatch.setattr(request_load, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(asyncio, "sleep", asleep)
+    client: Any = SimpleNamespace(ask=ask)
+    asyncio.run(request_load._arrivals(client, iter([PROMPT] * 30), 1.0, random.Random(1)))
+    dice, due_s, free_s = random.Random(1), started[0], 0.0
+    for start_s in started:
+        assert start_s == pytest.approx(max(due_s, free_s))
+        due_s, free_s = due_s + dice.expovariate(1.0), start_s + 0.5
 
 
 def test_a_conversation_goes_on_with_its_answers() -> None:
@@ -176,7 +204,9 @@ def test_servers_alternate_and_get_the_same_requests() -> None:
     assert [(report.server, report.concurrency) for report in reports] == [("a", 2), ("a", None), ("b", 2), ("b", None)]
     assert [len(report.output_tok_per_s_by_round) for report in reports] == [2] * 4
     assert [report.num_requests for report in reports] == [6, 4] * 2, "warm-up does not count"
-    assert [body["max_tokens"] for body in servers["a"].bodies[:3]] == [8, 8, 16]
+    assert [body["max_tokens"] for body in servers["a"].bodies[:3]] == [8, 8, 12], (
+        "what warms up is short, whatever a conversation asks for"
+    )
     assert servers["a"].bodies == servers["b"].bodies
     assert len(lines) == 8 and lines[0].startswith("round 1, a, 2 clients: ")
 

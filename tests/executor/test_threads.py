@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepSkippedError
+from dflash_trt.executor import threads
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.executor.stream import StepStream
-from dflash_trt.executor.threads import run_in_thread
+from dflash_trt.executor.threads import keep_waits_short, run_in_thread
 from tests.scheduler.driver import make_driver, make_limits, make_request
 
 
@@ -22,6 +23,25 @@ def test_a_function_in_a_thread_gives_its_result_or_its_error() -> None:
 
     with pytest.raises(KeyboardInterrupt, match="in it"):
         run_in_thread(failing)
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_chosen", "num_teams"),
+    [([1], False, 0), ([2], True, 0), ([2, 2], False, 1), ([1, None], False, 1)],
+    ids=["one thread", "chosen", "once", "default"],
+)
+def test_a_team_of_threads_is_kept_idle_where_waits_are_long(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int | None], is_chosen: bool, num_teams: int
+) -> None:
+    def count() -> int:
+        return sum(thread.name == "dflash-idle-team" for thread in threading.enumerate())
+
+    monkeypatch.setattr(threads, "is_waiting_chosen", lambda: is_chosen)
+    monkeypatch.setattr(threads, "_has_idle_team", False)
+    before = count()
+    for num_threads in calls:
+        keep_waits_short(num_threads)
+    assert count() - before == num_teams
 
 
 class Slow(FakeExecutor):
