@@ -78,9 +78,7 @@ def _fewer_step_tokens(config: BuildConfig) -> Iterable[tuple[str, BuildConfig]]
 
 def _shorter_context(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> Iterator[Remedy]:
     """The longest in whole pages, by bisection."""
-    lengths = [config.max_seq_len or pair.target.max_position_embeddings]
-    lengths += [] if pair.draft is None else [pair.draft.max_position_embeddings]
-    fewest, too_many = 0, -(-min(lengths) // config.page_size)
+    fewest, too_many = 0, -(-(config.max_seq_len or pair.target.max_position_embeddings) // config.page_size)
     best = None
     while too_many - fewest > 1:
         num_pages = (fewest + too_many) // 2

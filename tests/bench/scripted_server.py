@@ -63,6 +63,7 @@ class ScriptedServer:
             usage = {"prompt_tokens": 5, "completion_tokens": self.tokens_per_event * len(delays)}
             metrics = {"metrics": {"speculative_decoding": self.speculation}} if self.speculation else {}
             await self._send(response, {"choices": [], "usage": usage, **metrics})
+            await self._send(response, {"choices": [], "usage": None, "metrics": None})
             await response.write(b"data: [DONE]\n\n")
         self.sent_s.append(times)
         self._num_open -= 1

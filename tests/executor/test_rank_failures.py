@@ -74,6 +74,8 @@ COUNTED: dict[str, Callable[[StepResult], Any]] = {
     "prompt's top log probability": lambda r: r.prompt.top.logprobs.__setitem__((1, 0), 99),
     "last emitted token": lambda r: r.emitted_tokens.__setitem__((0, 1), 99),
     "last log probability": lambda r: r.emitted_logprobs.__setitem__((1, 0), 99),
+    "accepted drafts": lambda r: r.num_accepted.__setitem__(1, 1),
+    "context length": lambda r: r.next_context_lens.__setitem__(1, 99),
     "last draft": lambda r: r.draft_tokens.__setitem__((1, 1), 99),
     "logits without a token": lambda r: r.emitted_logprobs.__setitem__((0, 1), np.nan),
 }

@@ -111,6 +111,27 @@ def test_a_probe_that_was_interrupted_for_long_forbids_no_others() -> None:
     assert num_late_changes(1000.0) > 0.5 * num_late_changes(0.0) > 10
 
 
+def test_decoding_without_drafts_is_not_tried_again_where_a_similar_batch_has_told_its_cost() -> None:
+    lengths = chosen(AdaptiveDraftLength(7), gpu_cost_s, 0.9, [4] * 200 + [6] * 400)
+    assert (lengths[:200].count(0), lengths[200:].count(0)) == (4, 0)
+
+
+def test_a_probe_is_made_only_where_all_of_its_steps_can_be_paid_for() -> None:
+    """Four steps of K = 0 lose the time of about two; eight are free."""
+    policy = AdaptiveDraftLength(7, lengths=(0, 7), max_probe_fraction=0.0)
+    batch_sizes = (1, 4, 16, 64)
+    lengths = chosen(policy, lambda *_: 8e-3, 0.9, [size for size in batch_sizes for _ in range(200)])
+    assert [lengths[start : start + 200].count(0) for start in range(0, 800, 200)] == [4, 4, 4, 0]
+
+
+def test_drafts_that_nobody_verified_are_taken_to_be_as_good_as_those_before_them() -> None:
+    policies = AdaptiveDraftLength(2), AdaptiveDraftLength(2)
+    for policy, num_accepted in zip(policies, (1, 0), strict=True):
+        observe(policy, num_accepted, count=400, length=1)
+    gains = [policy.tokens_per_second(1, 2) / policy.tokens_per_second(1, 1) for policy in policies]  # type: ignore[operator]
+    assert gains[0] / gains[1] == pytest.approx((1 + 1 + 1) / (1 + 1), rel=0.03), "the costs are equal"
+
+
 def test_probes_are_paid_for_from_their_share_of_the_time() -> None:
     """Batch sizes come and go, so that there is always something to learn."""
     batch_sizes = [1 + step // 40 * 7 % 48 for step in range(3000)]

@@ -98,6 +98,17 @@ def test_drafts_are_made_only_when_one_and_a_bonus_token_can_follow(max_new_toke
     assert lengths_of(driver) == lengths
 
 
+def test_a_row_in_flight_of_the_request_before_counts_for_nobody() -> None:
+    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
+    driver.add(make_request("before"))
+    driver.step()
+    driver.leave_in_flight(lambda ids: driver.cancel("before"))
+    driver.executor.batches.clear()
+    driver.add(make_request("r", max_new_tokens=3))
+    driver.run()
+    assert lengths_of(driver) == [5, 5, 0]
+
+
 @pytest.mark.parametrize(("max_new_tokens", "lengths"), [(2, [0, 0]), (3, [0, 0, 0]), (4, [0, 5, 5, 0])])
 def test_behind_a_running_step_two_tokens_are_as_good_as_emitted(max_new_tokens: int, lengths: list[int]) -> None:
     limits = make_limits()
