@@ -17,6 +17,7 @@ from dflash_trt.plan.step_floor import floor_of
 from dflash_trt.plan.step_work import ComputedRows, EngineWork
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.plan.test_machine_file import MACHINE
+from tests.serving.engines import Clock
 
 CPU = torch.device("cpu")
 
@@ -126,6 +127,17 @@ def test_rates_are_what_is_moved_and_multiplied_over_the_time_that_it_takes(monk
     assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [1.0] * 4
     monkeypatch.setattr(rates, "flops_per_s", lambda rows: 2.0 if rows == 4 else float(rows > 2))
     assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [0.0, 0.0, 2.0, 2.0], "never less for more rows"
+
+
+def test_a_time_is_the_median_of_calls_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seconds = Clock(), iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0, 5.0])
+
+    def run() -> None:
+        clock.now += next(seconds)
+
+    monkeypatch.setattr(machine_rates, "clock_of_cpu", clock)
+    assert machine_rates.seconds_of(run, CPU) == 4.0
+    assert machine_rates.seconds_of(run, CPU, num_times=1) == 5.0
 
 
 def test_errors_of_the_model_are_over_what_was_measured() -> None:

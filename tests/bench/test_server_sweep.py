@@ -108,6 +108,21 @@ def test_a_late_client_sends_the_next_request_when_it_was_due(monkeypatch: pytes
         due_s, free_s = due_s + dice.expovariate(1.0), start_s + 0.5
 
 
+def test_the_lag_of_a_client_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lag, late_s = Clock(), request_load._ClientLag(), [0.1, 0.3, 0.2]
+
+    async def asleep(seconds: float) -> None:
+        if not late_s:
+            raise asyncio.CancelledError
+        clock.now += seconds + late_s.pop()
+
+    monkeypatch.setattr(request_load, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(asyncio, "sleep", asleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(lag.watch())
+    assert lag.max_s == pytest.approx(0.3)
+
+
 def test_a_conversation_goes_on_with_its_answers() -> None:
     turns = tuple(({"role": "user", "content": text},) for text in ("one", "two"))
     server = ScriptedServer([[0.0, 0.0]])

@@ -49,6 +49,7 @@ def processes(tmp_path: Path) -> Iterator[LimitedProcesses]:
 def test_a_process_stays_and_has_its_arguments(processes: LimitedProcesses) -> None:
     processes.start()
     first = processes.ask(b"id")
+    processes.start()
     assert processes.ask(b"id") == first and int(first) != os.getpid()
     assert processes.ask(b"arguments") == b"one two"
     assert processes.ask(b"core") == b"(0, 0)", "a crash fills no disk"

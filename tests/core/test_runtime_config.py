@@ -2,6 +2,7 @@
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,3 +212,16 @@ def test_a_config_cannot_be_changed() -> None:
 def test_every_field_has_its_help() -> None:
     for name in RuntimeConfig.model_fields:
         assert option_of(name).help.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({}, 0),
+        ({"num_draft_tokens": 5}, 5),
+        ({"draft_length": {1: 3, 4: 7, 16: 2}}, 7),
+        ({"draft_length": {1: 3, 4: 0}}, 3),
+    ],
+)
+def test_the_most_drafts_are_those_of_any_batch(fields: dict[str, Any], most: int) -> None:
+    assert RuntimeConfig(**fields).max_draft_tokens == most

@@ -69,6 +69,14 @@ BOUNDS: dict[str, tuple[Any, Any, Any, Any]] = {  # lowest, highest, and the nea
 }
 
 
+def test_so_many_tokens_may_have_a_bias_and_no_more() -> None:
+    biases = dict.fromkeys(range(513), 1.0)
+    with pytest.raises(RequestError, match="at most 512 tokens"):
+        SamplingParams(logit_bias=biases)
+    del biases[7]
+    assert len(SamplingParams(logit_bias=biases).logit_bias) == 512
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_parameter_may_reach_its_bounds_and_no_further(name: str) -> None:
     lowest, highest, *refused = BOUNDS[name]

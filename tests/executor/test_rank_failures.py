@@ -228,6 +228,15 @@ def test_ranks_out_of_step_end_and_say_so_from_then_on(
     assert workers.sent.count("closed") == 2
 
 
+def test_every_step_computes_with_the_threads_of_the_rank() -> None:
+    """Of the thread that calls, whatever it has computed with before."""
+    num_threads = torch.get_num_threads()
+    executor = executor_of(Local(3.0), Workers(RAN))
+    torch.set_num_threads(num_threads + 1)
+    executor.target_logits([1])
+    assert torch.get_num_threads() == num_threads
+
+
 def test_an_interrupt_ends_the_ranks_and_a_closed_engine_runs_nothing() -> None:
     workers = Workers()
     executor = executor_of(Local(KeyboardInterrupt()), workers)

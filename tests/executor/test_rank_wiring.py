@@ -17,7 +17,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor.ranks import executor as ranks
 from dflash_trt.executor.ranks import launcher, messages, shard, worker
 from dflash_trt.executor.ranks.launcher import RankWorkers
-from dflash_trt.executor.ranks.messages import OpenShard, Raised, RankGoneError, RankProcess, Stop
+from dflash_trt.executor.ranks.messages import GoOn, OpenShard, Raised, RankGoneError, RankProcess, RunLogits, Stop
 from dflash_trt.executor.ranks.shard import ShardOptions
 
 CPU = RuntimeConfig(device="cpu", num_threads=2)
@@ -153,6 +153,26 @@ def test_a_report_of_a_failure_tells_a_users_mistake_from_a_bug() -> None:
     )
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_worker_whose_step_failed_goes_on_only_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    reports: list[Any] = []
+    orders = [OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path))]
+    orders += [RunLogits(token_ids=(1,)), GoOn(), RunLogits(token_ids=(2,)), Stop()]
+    pipe: Any = SimpleNamespace(recv=lambda: orders.pop(0), send=reports.append, poll=lambda timeout_s: goes_on)
+
+    def failing(token_ids: tuple[int, ...]) -> None:
+        raise ValueError(token_ids)
+
+    monkeypatch.setattr(worker, "_engine", lambda order: None)
+    monkeypatch.setattr(worker, "join", lambda options, rank: SimpleNamespace(num_calls=rank))
+    monkeypatch.setattr(worker, "open_shard", lambda *_: SimpleNamespace(target_logits=failing))
+    worker._serve(pipe)
+    said = ["ValueError: (1,)", "ValueError: (2,)"] if goes_on else ["ValueError: (1,)"]
+    assert [report.reason for report in reports[2:]] == said and len(orders) == (0 if goes_on else 3)
+
+
 class Watched:
     """A process that is stopped at these looks; none is left after a kill."""
 
@@ -273,6 +293,23 @@ def test_killed_workers_are_not_taken_for_one_that_ended_by_itself() -> None:
     time.sleep(0.05)
     assert ends == ["ended"] * 2
     assert "killed" in one.calls and "killed" in other.calls and not made.directory.exists()
+
+
+def test_a_worker_that_is_killed_has_not_ended_by_itself() -> None:
+    class Mortal(Answering):
+        has_ended = threading.Event()
+
+        def wait(self) -> None:
+            self.has_ended.wait(10)
+
+        def kill(self, reason: str | None = None) -> None:
+            self.has_ended.set()
+            time.sleep(0.1)
+
+    made, ends = workers_of(Mortal(1)), []
+    made.when_one_ends(lambda: ends.append("ended"))
+    made.kill()
+    assert ends == []
 
 
 def test_a_forked_child_leaves_the_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:

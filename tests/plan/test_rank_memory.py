@@ -20,7 +20,7 @@ from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model.feed_forward import Dense
+from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.attention_launch import INTERPRETER_MULTIPROCESSORS
 from dflash_trt.plan import rank_memory
@@ -282,3 +282,17 @@ def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -
             "drafter's logits": 32 * 64 * gathered,
         }[part]
     )
+
+
+def test_an_mlp_beside_the_experts_gives_a_result_of_its_own() -> None:
+    target, _ = probe_specs(WIDE)
+    config = PretrainedConfig(target=target, dtype="float32")
+    experts = Moe(num_experts=4, num_experts_per_token=2, intermediate_size=512, routing="softmax_top_k")
+    changes: tuple[dict[str, Any], ...] = ({}, {"shared_size": 8}, {"shared_size": 8, "has_own_norms": True})
+    held = [
+        rank_memory.layer_features(
+            target.layers[0].model_copy(update={"feed_forward": experts.model_copy(update=change)}), 64, config
+        )
+        for change in changes
+    ]
+    assert [each - held[0] for each in held] == [0, 64, 3 * 64]

@@ -13,7 +13,7 @@ from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import GPUS, gpu_of
 from dflash_trt.plan.planning import EnginePlan, plan_engine
-from dflash_trt.plan.remedies import _fewer_step_tokens, _more_ranks
+from dflash_trt.plan.remedies import _fewer_step_tokens, _formats, _fp8_pages, _more_ranks
 from dflash_trt.plan.step_floor import Step, chosen_fraction
 from dflash_trt.plan.step_work import EngineWork
 
@@ -144,6 +144,18 @@ def test_a_remedy_of_fewer_step_tokens_leaves_one_to_each_request(batch_size: in
     config = BuildConfig(target="t", max_batch_size=batch_size, max_num_tokens=2048)
     found = [changed.max_num_tokens for _, changed in _fewer_step_tokens(config)]
     assert found == [num_tokens for num_tokens in (1024, 512, 256) if fewest is not None and num_tokens >= fewest]
+
+
+def test_a_remedy_of_a_format_leaves_the_others_as_they_are() -> None:
+    found = {}
+    for choices in ({}, {"target": "int4"}, {"kv_cache": "fp8", "lm_head": "fp8"}):
+        config = BuildConfig(target="t", quantization=QuantizationConfig(**choices))
+        changed = [other.quantization for kind in (_formats, _fp8_pages) for _, other in kind(config)]
+        found[tuple(choices)] = [(each.target, each.kv_cache, each.lm_head) for each in changed]
+    formats = ("fp8", "nvfp4", "nvfp4_w4a16")
+    assert found[()] == [*((name, "none", "none") for name in formats), ("none", "fp8", "none")]
+    assert found["target",] == [("int4", "fp8", "none")]
+    assert found["kv_cache", "lm_head"] == [(name, "fp8", "fp8") for name in formats]
 
 
 def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) -> None:

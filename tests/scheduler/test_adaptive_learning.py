@@ -132,6 +132,31 @@ def test_drafts_that_nobody_verified_are_taken_to_be_as_good_as_those_before_the
     assert gains[0] / gains[1] == pytest.approx((1 + 1 + 1) / (1 + 1), rel=0.03), "the costs are equal"
 
 
+def test_a_length_whose_drafts_were_bad_by_chance_is_tried_again() -> None:
+    """Its cost is known, but four blocks say little of its drafts."""
+    policy = AdaptiveDraftLength(3, lengths=(0, 3))
+    lengths: list[int] = []
+    for step in range(200):
+        lengths.append(policy.choose(1))
+        policy.observe(
+            StepObservation(
+                num_draft_tokens=lengths[-1],
+                num_decoding=1,
+                num_prefill_tokens=0,
+                verified=((3, 0 if step < 4 else 3),) if lengths[-1] else (),
+                elapsed_s=1.6 if lengths[-1] else 1.0,
+            )
+        )
+    assert 0 in lengths and lengths[-100:] == [3] * 100
+
+
+def test_a_single_slow_step_bounds_no_longer_length() -> None:
+    costs = costs_of({(4, 0): 0.010, (8, 2): 0.011, (8, 6): 0.013}, count=20)
+    costs.add(4, 2, 0.200, num_prefill_tokens=0, is_steady=True)
+    found = costs.estimate(4, 4)
+    assert found is not None and found < 0.02
+
+
 def test_probes_are_paid_for_from_their_share_of_the_time() -> None:
     """Batch sizes come and go, so that there is always something to learn."""
     batch_sizes = [1 + step // 40 * 7 % 48 for step in range(3000)]

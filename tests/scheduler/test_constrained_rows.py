@@ -36,6 +36,16 @@ def test_drafts_that_the_constraint_refuses_are_not_verified() -> None:
     assert 0 in counts and sum(counts) > 0, "drafts were cut, and not all of them"
 
 
+def test_only_the_last_chunk_of_a_prompt_has_a_mask() -> None:
+    driver = driver_of()
+    driver.add(make_request("a", range(40), constraint=CONSTRAINT))
+    steps = []
+    for _ in range(2):  # 24 tokens a step
+        steps.append(driver.scheduler.plan())
+        driver.scheduler.commit(steps[-1], driver.executor.submit(steps[-1].plan).result())
+    assert [step.plan.masks is not None for step in steps] == [False, True]
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 5])
 def test_the_tokens_are_those_of_one_token_at_a_time(is_ahead, num_draft_tokens) -> None:
