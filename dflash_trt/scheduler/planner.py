@@ -140,15 +140,18 @@ class StepPlanner:
             return num_draft_tokens
         return self._context_limit.apply(num_draft_tokens, self._table.max_context_len(decoding).tolist())
 
-    def abandon(self, step: PlannedStep) -> None:
-        """Take back a plan that did not run, the newest one."""
+    def abandon(self, step: PlannedStep, previous: PlannedStep | None) -> None:
+        """Take back a plan that did not run, the newest one; `previous` is uncommitted still."""
         slots, table = step.plan.rows.slot_ids, self._table
         live = table.epoch[slots] == step.planned.epochs
         for sequence in step.sequences:
-            if sequence.stale_step == step.number:
-                sequence.stale_step = None
-        if step.undo is None:
-            table.flight_step[slots[live]] = step.number - 1
+            if sequence.stale_step is not None:
+                has_row = previous is not None and sequence in previous.sequences
+                sequence.stale_step = previous.number if previous is not None and has_row else None
+        if step.undo is None and previous is not None:
+            table.flight_step[slots[live]] = previous.number
+        elif step.undo is None:
+            table.land(slots[live], step.number)
         else:
             for name, before in step.undo.items():
                 getattr(table, name)[slots[live]] = before[live]

@@ -264,7 +264,8 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drop the newest planned step, which did not run."""
-        self._planner.abandon(self._planned.pop())
+        step = self._planned.pop()
+        self._planner.abandon(step, self._planned[-1] if self._planned else None)
 
     def lose_device(self, reason: str) -> list[TokenEvent]:
         """Fail the running requests with `reason`: the device's state is gone. Those that wait keep their place."""

@@ -182,17 +182,44 @@ def test_a_row_that_breaks_the_contract_does_not_end_a_new_request_of_its_name()
     assert driver.finish_reasons == {"bad": "length"}
 
 
-def test_a_request_sent_back_waits_for_no_repeated_step_that_did_not_run() -> None:
+@pytest.mark.parametrize("num_abandoned", [1, 2])
+@pytest.mark.parametrize("is_committed_first", [False, True])
+def test_a_request_sent_back_waits_for_no_repeated_step_that_did_not_run(
+    is_committed_first: bool, num_abandoned: int
+) -> None:
     driver = make_driver(make_limits(max_seq_len=200, num_pages=100))
     request = make_request("r", max_new_tokens=100)
     driver.add(request)
     for _ in range(4):
         driver.step()
-    running, behind = driver.scheduler.plan(), driver.scheduler.plan()
-    assert behind.planned is running.planned, "it repeats"
-    driver.scheduler.abandon()
+    running = driver.scheduler.plan()
+    for number in range(num_abandoned):
+        assert driver.scheduler.plan().planned is running.planned, "it repeats"
+        if number < num_abandoned - 1 or not is_committed_first:
+            driver.scheduler.abandon()
     driver._take(driver.scheduler.commit(running, driver.executor.submit(running.plan).result()))
+    if is_committed_first:
+        driver.scheduler.abandon()
     driver.scheduler.preempt("r")
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_a_request_sent_back_waits_for_the_step_that_runs_if_the_next_one_does_not() -> None:
+    driver = make_driver()
+    request = make_request("r", max_new_tokens=30)
+    driver.add(request)
+    driver.step()
+    running = driver.scheduler.plan()
+    assert len(driver.scheduler.plan().sequences) == 1
+    driver.scheduler.preempt("r")
+    driver.scheduler.abandon()
+    behind = driver.scheduler.plan()
+    assert behind.sequences == []
+    (event,) = driver.scheduler.commit(running, driver.executor.submit(running.plan).result())
+    assert event.token_ids, "they are as good as if it had stayed"
+    driver._take([event])
+    driver.scheduler.commit(behind, None)
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
 
