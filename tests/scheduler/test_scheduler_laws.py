@@ -144,9 +144,7 @@ class ServingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        if request_id not in self.driver.finish_reasons:
-            self.cut_short.add(request_id)
-        self.driver.cancel(request_id)
+        self._cancel(request_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -176,10 +174,14 @@ class ServingMachine(RuleBasedStateMachine):
         if "preempt" in how:
             self.driver.scheduler.preempt(request_id)
         if "cancel" in how:
-            self.cut_short.add(request_id)
-            self.driver.cancel(request_id)
+            self._cancel(request_id)
         if how == "pause":
             self.driver.scheduler.pause(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self.driver.scheduler.request_ids():  # it has not ended, though that may not be told yet
+            self.cut_short.add(request_id)
+        self.driver.cancel(request_id)
 
     @invariant()
     def is_sound(self) -> None:
