@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def test_texts_that_differ_are_counted() -> None:
     theirs = [output([7, 8]), output([7, 8]), output([7, 8])]
     found = compare(PROMPTS, theirs, ours, baseline_logits=model, candidate_logits=model)
     assert found.identical_texts_fraction == pytest.approx(1 / 3)
+
+
+def test_the_ratio_of_acceptance_is_that_of_the_candidate_to_the_baseline() -> None:
+    _, model = logits_of(0)
+    found = compare([[1]], [output([1])], [output([1])], baseline_logits=model, candidate_logits=model)
+    for candidate, baseline, ratio in ((3.0, 2.0, 1.5), (None, 2.0, None), (3.0, None, None)):
+        sides = [Acceptance(acceptance_length=length, num_verify_steps=1) for length in (candidate, baseline)]
+        assert replace(found, candidate_acceptance=sides[0], baseline_acceptance=sides[1]).acceptance_ratio == ratio
 
 
 def test_acceptance_weighs_every_step_alike() -> None:

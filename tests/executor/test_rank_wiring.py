@@ -205,6 +205,12 @@ def test_a_process_that_is_silent_or_gone_is_told_apart() -> None:
     with pytest.raises(RankGoneError, match="no answer for 0 s") as silent:
         process.receive(0.0)
     assert not silent.value.has_ended and not process.is_stopped
+    process._sent_s -= 100.0
+    with pytest.raises(RankGoneError, match="no answer for 100 s"):
+        process.receive(0.0)
+    process.send(Stop())  # the time of an answer begins with the order
+    with pytest.raises(RankGoneError, match="no answer for 0 s"):
+        process.receive(0.0)
     process.kill("the first reason")
     process.kill("another one")
     process.wait()

@@ -14,8 +14,10 @@ from tests.scheduler.driver import Driver, make_limits, make_request
 from tests.scheduler.simulation import CostFunction, Device, gpu_cost_s
 
 
-def observe(policy: AdaptiveDraftLength, num_accepted: int, *, count: int, length: int = 7) -> None:
-    """`count` steps of one request; each takes a second."""
+def observe(
+    policy: AdaptiveDraftLength, num_accepted: int, *, count: int, length: int = 7, elapsed_s: float = 1.0
+) -> None:
+    """`count` steps of one request."""
     for _ in range(count):
         policy.observe(
             StepObservation(
@@ -23,7 +25,7 @@ def observe(policy: AdaptiveDraftLength, num_accepted: int, *, count: int, lengt
                 num_decoding=1,
                 num_prefill_tokens=0,
                 verified=((length, num_accepted),),
-                elapsed_s=1.0,
+                elapsed_s=elapsed_s,
             )
         )
 
@@ -74,7 +76,7 @@ def test_a_change_of_k_soon_after_another_is_free_where_the_batch_jumps(
     """By more than 2.2 times."""
     policy, speeds = AdaptiveDraftLength(4, lengths=(1, 2)), {1: 2.0, 2: 1.0}
     monkeypatch.setattr(policy, "tokens_per_second", lambda num_decoding, length: speeds[length])
-    assert [policy.choose(8) for _ in range(4)] == [1] * 4, "it began with 2"
+    assert [policy.choose(8) for _ in range(3)] == [1] * 3, "it began with 2; a jump waits for no fifth step"
     speeds[2] = 2.2
     assert policy.choose(num_decoding) == (2 if is_free else 1)
 
@@ -155,6 +157,21 @@ def test_a_single_slow_step_bounds_no_longer_length() -> None:
     costs.add(4, 2, 0.200, num_prefill_tokens=0, is_steady=True)
     found = costs.estimate(4, 4)
     assert found is not None and found < 0.02
+
+
+def test_a_probe_that_gives_as_many_tokens_a_second_costs_nothing() -> None:
+    policy = AdaptiveDraftLength(7, lengths=(0, 3, 7), max_probe_fraction=0.0)
+    observe(policy, 3, count=100, length=3)
+    observe(policy, 7, count=20, length=7, elapsed_s=2.0)
+    assert 0 in [policy.choose(1) for _ in range(8)], "it can still be paid for"
+
+
+def test_a_step_of_prompts_alone_tells_nothing() -> None:
+    policy = AdaptiveDraftLength(7)
+    policy.observe(
+        StepObservation(num_draft_tokens=0, num_decoding=0, num_prefill_tokens=9, verified=(), elapsed_s=1.0)
+    )
+    assert policy.tokens_per_second(1, 0) is None
 
 
 def test_probes_are_paid_for_from_their_share_of_the_time() -> None:

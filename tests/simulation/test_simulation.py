@@ -66,6 +66,7 @@ def test_one_request_takes_its_prompt_and_a_step_for_every_token() -> None:
 def test_a_prompt_longer_than_a_step_takes_several() -> None:
     result, executor = run(PLAIN, load((300, 1)))
     assert executor.num_steps == 2
+    assert executor.floor_s > run(PLAIN, load((256, 1)))[1].floor_s, "of all steps"
     assert result.time_to_first_token_p50_s == pytest.approx(step_s(256, 0) + step_s(44, 256))
 
 
