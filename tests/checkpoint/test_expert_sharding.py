@@ -65,6 +65,7 @@ def test_sizes_that_ranks_cannot_divide_are_refused_with_what_they_can(targets: 
         return "\n".join(mapping_problems(spec, None, mapping))
 
     assert refusal(2, 2) == ""
+    assert all("num_experts" not in refusal(*sizes) for sizes in ((16, 1), (12, 4)))  # 8 of them, by ep_size alone
     assert "mapping ep_size: expected a divisor of num_experts 8, found 3" in refusal(3, 3)
     assert "tp_size / ep_size to divide an expert's intermediate_size 64, found 3 / 1" in refusal(3, 1)
     dense = open_pair(targets / "qwen3", None).target

@@ -1,5 +1,6 @@
 """Keys of families, changed one at a time, and what a spec has then."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -72,6 +73,17 @@ def positions(spec: TargetSpec) -> int:
     return spec.max_position_embeddings
 
 
+def magnitude(spec: TargetSpec) -> float:
+    """Of scores, beside the usual scale."""
+    mla = spec.latents[0]
+    return round(mla.scale * (mla.nope_dim + mla.rope_dim) ** 0.5, 6)
+
+
+def yarn(factor: float, **keys: float) -> Config:
+    section = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": factor}
+    return {"rope_parameters": section | keys, "rope_scaling": None}
+
+
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FEW_ROWS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 11}
 READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
@@ -91,6 +103,8 @@ READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ("deepseek_v3", {"n_group": 2, "topk_group": 1}, groups, (2, 1)),
     ("deepseek_v3", {"routed_scaling_factor": 1.25}, lambda spec: moe(spec).routing_scale, 1.25),
     ("deepseek_v3", {"q_lora_rank": None}, lambda spec: spec.latents[0].q_rank, None),
+    ("deepseek_v3", yarn(4.0), magnitude, 1.0),
+    ("deepseek_v3", yarn(4.0, mscale_all_dim=2.0), magnitude, round((0.2 * math.log(4.0) + 1) ** 2, 6)),
     ("deepseek_v32", {"index_topk": 100}, positions, 100),
     ("deepseek_v32", {"index_topk": None}, positions, 512),
     ("glm_moe_dsa", {"n_group": None, "topk_group": None}, groups, (1, 1)),

@@ -1,12 +1,15 @@
+import hashlib
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from dflash_trt.cli.inspect import models_table
 from dflash_trt.engine_dir import EngineDir
-from tests.factories import make_speculators_drafter, make_target
+from tests.factories import make_speculators_drafter, make_target, read_json
 
 FULL = {"window": None, "chunk": None, "is_causal": False, "is_window_anchored": False, "first_key": 0}
 
@@ -118,6 +121,51 @@ def test_layers_of_other_kinds_are_described(tmp_path, invoke, family, words) ->
     result = invoke("inspect", tmp_path / "engine")
     assert result.exit_code == 0, result.exception
     assert words in result.stdout and "num_heads" in result.stdout
+
+
+RECORD: dict[str, Any] = {
+    "tensorrt_version": "11.0",
+    "gpu_name": "a GPU",
+    "compute_capability": "9.0",
+    "plugins": "layers",
+    "collectives": "native",
+    "flags": ["STRICT", "REFIT"],
+    "profiles": [{"name": "decode", "axes": {"rows": [1, 3, 7]}}, {"name": "prefill", "axes": {"rows": [2, 5, 9]}}],
+    "num_layers": 17,
+    "build_time_s": 2.5,
+}
+
+
+def make_plans(engine: Path, record: dict[str, Any]) -> None:
+    """Make an engine of backend tensorrt of one of backend torch; nobody looks into its plan."""
+    config, provenance = read_json(engine / "config.json"), read_json(engine / "provenance.json")
+    (engine / "rank0.safetensors").rename(engine / "rank0.engine")
+    config["files"]["rank0.engine"] = config["files"].pop("rank0.safetensors")
+    text = json.dumps(config | {"backend": "tensorrt", "tensorrt": record})
+    (engine / "config.json").write_text(text)
+    provenance["config_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (engine / "provenance.json").write_text(json.dumps(provenance))
+
+
+@pytest.mark.parametrize("windows", [[], [8]], ids=["one page group", "page groups"])
+def test_plans_are_described_with_the_pages_that_they_have(tmp_path, invoke, windows) -> None:
+    """Those of before page groups keep every position of layers with windows."""
+    target = make_target(tmp_path / "target", family="gpt_oss", sliding_window=8)
+    assert invoke("build", "--target", target, "-o", tmp_path / "engine").exit_code == 0
+    make_plans(tmp_path / "engine", RECORD | {"page_windows": windows})
+    result = invoke("inspect", tmp_path / "engine")
+    assert result.exit_code == 0, result.stderr
+    (pages,) = (line for line in result.stdout.splitlines() if line.startswith("K/V on this machine: "))
+    assert ("of layers with a window of 8 tokens" in pages) == bool(windows)
+    words = "TensorRT 11.0, for a GPU (compute capability 9.0), plugins layers, 17 layers, compiled in 2.5 s; "
+    assert f"{words}flags STRICT, REFIT\n" in result.stdout
+    cells = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in result.stdout.splitlines()]
+    assert "axis decode prefill" in cells and "rows 1 .. 3 .. 7 2 .. 5 .. 9" in cells
+    report = json.loads(invoke("inspect", tmp_path / "engine", "--json").stdout)
+    assert (report["backend"], report["tensorrt"]) == (
+        "tensorrt",
+        RECORD | {"page_windows": windows, "plugin_library": None},
+    )
 
 
 def test_a_missing_engine_is_one_clear_error(tmp_path, invoke) -> None:

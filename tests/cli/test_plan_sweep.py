@@ -128,7 +128,7 @@ def test_the_drafters_of_a_pair_have_its_window_and_its_drafter_alone_its_other_
     plain, drafting, heads = speeds()
     narrow = speeds("--draft-window", 64)
     assert narrow[0] == plain and narrow[1] > drafting and narrow[2] > heads
-    shorter = speeds("--max-draft-len", 2, "--drafter-override", "rope_theta=7000.0")
+    shorter = speeds("--max-draft-len", 2, "--drafter-override", "block_size=4")  # a key that the head has not
     assert [num_drafts for num_drafts, _ in shorter] == [0, 2, 4]
 
 

@@ -156,6 +156,14 @@ def test_the_list_says_what_fits_this_machine(invoke: Invoke, monkeypatch: pytes
     assert (first["gpus"], first["tp_size"], first["format"]) == (["H200", "B300"], 1, "bfloat16")
 
 
+def test_a_format_runs_from_its_first_capability_on() -> None:
+    recipe = Recipe(name="four bits", format="nvfp4", weights_gib=16)
+    config = BuildConfig(target="t", drafter="d")
+    for capability, answer in (((9, 9), "no, nvfp4 needs"), ((10, 0), "yes"), ((10, 3), "yes"), (None, "yes")):
+        machine = machines.Machine(name="m", memory_bytes=100 * GIB, num_devices=1, capability=capability)
+        assert fits(recipe, config, machine).startswith(answer), capability
+
+
 def test_without_a_gpu_the_memory_of_the_host_counts(invoke: Invoke) -> None:
     printed = invoke("recipes").stdout
     for recipe in recipes():

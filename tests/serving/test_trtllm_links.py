@@ -1,10 +1,12 @@
 """The words of trtllm-serve and of the worker's process, as answers of a request; no TensorRT-LLM, no stand-in."""
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from dflash_trt.serving.tensorrt_llm import server as server_module
 from dflash_trt.serving.tensorrt_llm.link import Answer
 from dflash_trt.serving.tensorrt_llm.process import _answer
 from dflash_trt.serving.tensorrt_llm.server import Server
+from dflash_trt.serving.tensorrt_llm.worker import Worker
 from tests.serving.engines import until
 
 
@@ -31,6 +34,52 @@ from tests.serving.engines import until
 )
 def test_a_line_of_the_worker_is_an_answer(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert _answer({"id": "a"} | message) == Answer(request_id="a", **expected)
+
+
+class Running:
+    """What TensorRT-LLM gives for a request: it runs until it is aborted."""
+
+    def __init__(self) -> None:
+        self.is_aborted = asyncio.Event()
+        self.abort = self.is_aborted.set
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], finish_reason=None)])
+        await self.is_aborted.wait()
+
+
+def test_the_worker_ends_a_request_when_it_is_told_and_all_when_the_other_end_hangs_up() -> None:
+    async def serve() -> tuple[list[bool], list[bool], list[dict[str, Any]]]:
+        running, lines = list[Running](), list[bytes]()
+
+        def generate_async(prompt: list[int], **options: Any) -> Running:
+            assert (prompt, options) == ([1, 2], {"sampling_params": {"seed": 3}, "streaming": True})
+            running.append(Running())
+            return running[-1]
+
+        reader, writer = asyncio.StreamReader(), SimpleNamespace(write=lines.append)
+        llm: Any = SimpleNamespace(generate_async=generate_async)
+        serving = asyncio.create_task(Worker(llm, dict, reader, writer).serve())  # type: ignore[arg-type]
+        for name in "abc":
+            request = {"kind": "request", "id": name, "prompt": [1, 2], "params": {"seed": 3}}
+            reader.feed_data(json.dumps(request).encode() + b"\n")
+        while len(lines) < 3:
+            await asyncio.sleep(0.001)
+        for name in ("unknown", "b"):
+            reader.feed_data(json.dumps({"kind": "cancel", "id": name}).encode() + b"\n")
+        while len(lines) < 4:
+            await asyncio.sleep(0.001)
+        told = [each.is_aborted.is_set() for each in running]
+        reader.feed_eof()
+        await serving
+        return told, [each.is_aborted.is_set() for each in running], [json.loads(line) for line in lines]
+
+    told, at_the_end, said = asyncio.run(asyncio.wait_for(serve(), 30))
+    assert (told, at_the_end) == ([False, True, False], [True, True, True])
+    assert said[:4] == [
+        *({"kind": "tokens", "id": name, "token_ids": [7]} for name in "abc"),
+        {"kind": "end", "id": "b", "reason": "cancelled"},
+    ]
 
 
 class Handler(BaseHTTPRequestHandler):

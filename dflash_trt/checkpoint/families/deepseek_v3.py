@@ -54,7 +54,7 @@ def _read_mixer(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
 def _magnitude(rope: dict[str, Any]) -> float:
     """With `mscale_all_dim` YaRN also scales the scores."""
     mscale = rope.get("mscale_all_dim")
-    return 1.0 if mscale is None or rope["factor"] <= 1 else 0.1 * float(mscale) * math.log(rope["factor"]) + 1.0
+    return 1.0 if mscale is None else 0.1 * float(mscale) * math.log(rope["factor"]) + 1.0
 
 
 FAMILY = Family(

@@ -381,6 +381,44 @@ def test_half_open_connections_give_way_to_clients() -> None:
     assert num_closed >= 36
 
 
+def test_the_limit_of_connections_is_exact() -> None:
+    """Of idle ones the oldest gives way; where all are busy the next one is refused, until one of them ends."""
+
+    async def run() -> tuple[list[bool], list[int]]:
+        front, go_on, waiting = web.Application(), asyncio.Event(), asyncio.Semaphore(0)
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            waiting.release()
+            await go_on.wait()
+            return web.json_response({})
+
+        front.router.add_post("/v1/completions", waits)
+        port = free_ports(1)
+
+        async def asked() -> int:
+            url, data = f"http://127.0.0.1:{port}/v1/completions", '{"prompt": "x"}'
+            async with ClientSession() as session, session.post(url, data=data) as answer:
+                return answer.status
+
+        async with (
+            TestServer(front) as server,
+            open_gateway(settings(str(server.make_url("")).rstrip("/"), port=port), limit=3),
+        ):
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            await asyncio.wait_for(idle[0][0].read(), 30)
+            ended = [reader.at_eof() for reader, _ in idle]
+            for _, writer in idle:
+                writer.close()
+            busy = [asyncio.create_task(asked()) for _ in range(3)]
+            for _ in busy:
+                await asyncio.wait_for(waiting.acquire(), 30)
+            refused = await asked()
+            go_on.set()
+            return ended, [*[await task for task in busy], refused, await asked()]
+
+    assert asyncio.run(run()) == ([True, False, False, False], [200, 200, 200, 503, 200])
+
+
 def test_more_requests_than_connections_are_answered_with_503() -> None:
     assert "too many requests" in refusal({"prompt": "x", "n": 21}, 503)
 

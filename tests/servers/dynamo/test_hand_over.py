@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,42 @@ def test_a_request_is_released_however_it_ends(way: str) -> None:
     assert before
     ours.abort("front-1")  # it is forgotten
     assert stream.num_cancelled == before
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_constraint_is_compiled_outside_of_the_event_loop(leaves: bool) -> None:
+    """A client that leaves meanwhile gets nothing, and its request ends once it has begun."""
+    stream, compiled, threads = ScriptedStream(), threading.Event(), []
+    generator: Any = ScriptedGenerator(stream)
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert compiled.wait(30)
+        return stream
+
+    generator.submit = submit
+    ours = EngineService(generator, sampling_defaults={})
+    request = REQUEST | {"sampling_options": {"guided_decoding": {"regex": "a+"}}}
+
+    async def run() -> int:
+        chunks = ours.generate(request, "front-1", lambda: False)
+        task = asyncio.ensure_future(first_of(chunks))
+        while not threads:
+            await asyncio.sleep(0.001)
+        if leaves:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        compiled.set()
+        if not leaves:
+            await task
+            await chunks.aclose()
+        while not stream.num_cancelled:
+            await asyncio.sleep(0.001)
+        return len(threads)
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_a_service_is_its_generator() -> None:
@@ -284,6 +321,7 @@ class Blocks:
         self.stored: dict[int, tuple[int | None, str | None]] = {}
 
     def publish_stored(self, token_ids, num_block_tokens, block_hashes, parent_hash=None, *, cache_salt=None) -> None:
+        assert num_block_tokens == [len(token_ids)]
         self.stored |= dict.fromkeys(block_hashes, (parent_hash, cache_salt))
 
     def publish_removed(self, block_hashes: list[int]) -> None:
@@ -311,7 +349,9 @@ def test_blocks_are_the_same_on_every_replica_and_apart_by_salt_parent_and_token
         for child, tokens in ((0, (1, 2)), (1, (1, 2)), (2, (3, 4)))
     ]
     blocks = published(pages)
-    assert len(blocks.stored) == 9
+    assert Counter(salt for _, salt in blocks.stored.values()) == {None: 3, "a": 3, "b": 3}
+    for parent, salt in blocks.stored.values():
+        assert parent is None or blocks.stored[parent] == (None, salt)
     moved = [(page + 50, None if parent is None else parent + 50, tokens, salt) for page, parent, tokens, salt in pages]
     assert published(moved).stored == blocks.stored
     assert blocks.stored.items() - published(pages, removed=22).stored.items() == {[*blocks.stored.items()][-1]}

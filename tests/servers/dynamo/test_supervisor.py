@@ -6,6 +6,9 @@ import io
 import os
 import pickle
 import signal
+import socket
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from dflash_trt.servers.dynamo import supervisor as module
 from dflash_trt.servers.dynamo.environment import LOOPBACK, forget_worker, is_registered, local_environment
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, card_source, check_package
 from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor
+from tests.servers.dynamo.serving import free_ports
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), runtime=RuntimeConfig(seed=3), model_name="m", namespace="n")
 
@@ -260,6 +264,65 @@ def test_a_process_ends_when_its_supervisor_does(monkeypatch: pytest.MonkeyPatch
     child._end_with(reading)
     os.close(reading)
     assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # stdin, which ends with the process
+@pytest.mark.parametrize("error", [ConfigError("the reason"), EngineDirError("the reason"), None])
+def test_a_process_takes_its_task_from_stdin_and_ends_with_its_code(monkeypatch, capsys, error: Any) -> None:
+    killed, limits, tasks = threading.Event(), list[None](), list[Any]()
+
+    def run(task: Any) -> int:
+        tasks.append(task)
+        assert not killed.is_set()
+        os.close(writing)  # its supervisor has gone
+        assert killed.wait(30)
+        if error is not None:
+            raise error
+        return 70
+
+    monkeypatch.setattr(child, "_run", run)
+    monkeypatch.setattr(child, "raise_file_limit", lambda: limits.append(None))
+    monkeypatch.setattr(child.os, "kill", lambda *words: killed.set())
+    reading, writing = os.pipe()
+    os.write(writing, pickle.dumps(WORKER))
+    own = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        assert child.main() == (70 if error is None else error.exit_code)
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+        os.close(reading)
+    assert (tasks, limits) == ([WORKER], [None])
+    assert capsys.readouterr().err == ("" if error is None else "error: the reason\n")
+
+
+def is_answered(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((LOOPBACK, port)) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_gateway_ends_well_with_a_signal_and_with_its_supervisor(tmp_path: Path, number: int | None) -> None:
+    port = free_ports(1)
+    limits: dict[str, Any] = {"max_prompt_tokens": 1, "max_text_bytes": 1, "has_tool_call_parser": False}
+    task = GatewaySettings(host=LOOPBACK, port=port, frontend_url=f"http://{LOOPBACK}:1", **limits)
+    door = module._Child(name="gateway", task=task, environment=dict(os.environ), log_file=tmp_path / "log")
+    door.start()
+    process = door.process
+    assert process is not None and process.stdin is not None
+    try:
+        while not is_answered(port):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        if number is None:
+            process.stdin.close()
+        else:
+            process.send_signal(number)
+        assert process.wait(30) == 0
+        assert (tmp_path / "log").read_text() == ""
+    finally:
+        door.wait(0.0)
 
 
 def test_parsers_are_those_of_dynamo() -> None:
