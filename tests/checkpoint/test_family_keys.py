@@ -69,6 +69,11 @@ def rotary_dim(spec: TargetSpec) -> int | None:
     return spec.attentions[0].rotary_dim
 
 
+def per_layer_rows(spec: TargetSpec) -> int:
+    assert spec.per_layer_embedding is not None
+    return spec.per_layer_embedding.vocab_size
+
+
 def positions(spec: TargetSpec) -> int:
     return spec.max_position_embeddings
 
@@ -91,6 +96,7 @@ READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3}, windows, [6, 6, None, 6]),
     ("gemma3_text", {"layer_types": None}, windows, [6] * 4),
     ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, windows, [6, 6, 6, None]),
+    ("gemma4_text", FEW_ROWS | {"vocab_size_per_layer_input": 12}, per_layer_rows, 12),  # as many as tokens
     ("mistral", {"sliding_window": 7}, windows, [7] * 4),
     ("mistral", {"sliding_window": None}, windows, [4096] * 4),
     ("qwen3_moe", {"num_experts_per_tok": 8}, lambda spec: moe(spec).num_experts_per_token, 8),

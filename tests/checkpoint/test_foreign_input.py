@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError, ConfigError
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter, read_json, write_json
@@ -120,3 +122,27 @@ def test_any_quantization_config_is_read_or_refused(workshop: Path, value: Any, 
     message = refusal_of(workshop / "target", None)
     path.unlink()
     assert message is None or "expected" in message
+
+
+NOTHING: list[Any] = [True, "1", {}, float("inf"), float("nan"), 1e999]
+
+
+@pytest.mark.parametrize(
+    ("read", "taken", "refused"),
+    [
+        ("optional_number", [1, 0.5, 5e-324, sys.float_info.max], [0, 0.0, -1, [1], *NOTHING]),
+        ("optional_numbers", [[], [1, 0.5]], [1, [0], [-0.5], *([each] for each in NOTHING)]),
+        ("optional_integer", [1, 2**31 - 1], [0, -1, 2**31, 1.0, [1], *NOTHING]),
+        ("optional_integers", [[], [0, 2], 0, 7], [[-1], -1, [1.0], [None], *NOTHING, *([each] for each in NOTHING)]),
+        ("optional_flag", [True, False], [0, 1, "true", []]),
+        ("optional_text", ["", "a"], [0, True, ["a"]]),
+        ("optional_texts", [[], ["a", ""]], ["a", [1], [None], True]),
+        ("optional_section", [{}, {"a": 1}], [[], "a", 1, True]),
+    ],
+)
+def test_values_of_another_kind_are_refused_at_the_bounds(read: str, taken: list[Any], refused: list[Any]) -> None:
+    for value in (None, *taken, *refused):
+        problems: list[str] = []
+        getattr(ConfigReader({"key": value}, label="file", problems=problems), read)("key")
+        is_taken = value is None or any(value is each for each in taken)
+        assert [problem[:16] for problem in problems] == ([] if is_taken else ["file key 'key': "]), value

@@ -185,6 +185,9 @@ def test_a_map_of_absolute_ids_instead_of_offsets_is_refused(checkpoints: Path, 
     drafter = copy_of("speculators")
     edit_tensors(drafter, lambda tensors: tensors["d2t"].add_(torch.arange(64)))
     assert "drafter tensor 'd2t': expected target ids in 0..271" in pair_refusal(checkpoints / "qwen3", drafter)
+    edit_tensors(drafter, lambda tensors: tensors["d2t"].copy_(-torch.arange(64) - torch.arange(1, 65)))
+    message = pair_refusal(checkpoints / "qwen3", drafter)
+    assert "drafter tensor 'd2t': expected target ids in 0..271, found 64 outside" in message
 
 
 def test_two_draft_tokens_for_one_target_token_are_refused(checkpoints: Path, copy_of: Copy) -> None:

@@ -3,7 +3,9 @@
 import json
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.checkpoint.tensors import StoredTensors, listed, read_header, scan_tensors
+from dflash_trt.checkpoint import weights
+from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed, read_header, scan_tensors
 from tests.checkpoint.refusals import Copy
 from tests.factories import edit_json, read_json, write_json
 
@@ -208,3 +211,36 @@ def test_an_index_of_very_many_shards_is_read_in_linear_time(tmp_path: Path) -> 
     assert stored.unreadable_names == weight_map.keys() - {"model.layers.0.weight"}
     assert "expected 20000 shards, found none for 19999 of them" in problems
     assert len(problems.splitlines()) < 12
+
+
+def test_a_file_is_mapped_anew_after_a_while_and_closed_at_the_end(tmp_path: Path, monkeypatch) -> None:
+    """What was read of a mapped file counts as memory of the process until then."""
+    save_file({"a": torch.arange(16.0)}, tmp_path / "model.safetensors")
+    tensor = StoredTensor(path=tmp_path / "model.safetensors", name="a", dtype="F32", shape=(16,))
+    monkeypatch.setattr(weights, "_MAX_MAPPED_BYTES", 2 * tensor.num_bytes - 1)
+    opened: list[Any] = []
+
+    class Mapped:
+        def __init__(self, *words: Any, **options: Any) -> None:
+            self.is_closed = False
+            self.file = safe_open(*words, **options)
+            opened.append(self)
+
+        def __enter__(self) -> Any:
+            return self.file.__enter__()
+
+        def __exit__(self, *exception: object) -> None:
+            self.is_closed = True
+            self.file.__exit__(*exception)
+
+    monkeypatch.setattr(weights, "safe_open", Mapped)
+    with ExitStack() as stack:
+        files, num_opened = weights.OpenFiles(stack), []
+        for _ in range(6):
+            assert torch.equal(files.slice_of(tensor)[:], torch.arange(16.0))
+            num_opened.append(len(opened))
+        assert num_opened == [1, 1, 2, 2, 3, 3]
+        files.slice_of(tensor, num_bytes=0)
+        files.slice_of(tensor, num_bytes=0)
+        assert [each.is_closed for each in opened] == [True, True, True, False]
+    assert all(each.is_closed for each in opened)

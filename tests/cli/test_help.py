@@ -78,6 +78,13 @@ def test_options_of_build_show_the_default_of_their_key() -> None:
     assert "[float32|bfloat16|float16]" in text and "[torch|tensorrt|tensorrt_llm]" in text
 
 
+def test_bounds_of_settings_are_shown() -> None:
+    text = " ".join(help_of(COMMANDS["dflash-trt run"]).split())
+    for flag, bounds in (("kv-cache-free-memory-fraction", "0<x<=1"), ("num-threads", "x>=1")):
+        _, _, shown = text.partition(f"--{flag} ")
+        assert f"[{bounds}]" in shown.partition(" --")[0], flag
+
+
 def test_build_names_every_weight_format() -> None:
     (option,) = (param for param in build.params if param.name == "quantization")
     assert isinstance(option, click.Option)

@@ -333,6 +333,10 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
         assert llm.config == expected
         assert all(getattr(config, name) in (value, None, "auto") for name, value in resolved.items())
         assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
+    by_context = ("--draft-length-by-context", "40:1")
+    assert invoke("bench", "soak", engine_dir, *words, *by_context).stderr == "error: recorded\n"
+    config = soak.arguments["llm"].config
+    assert (config.draft_length_by_context, config.adaptive_draft_length) == ({40: 1}, False)
     never_set = options_never_set(bench.commands["soak"], ["dir"], *(["dir", *words, *runtime] for runtime, _ in cases))
     assert never_set == {"engine_dir", "as_json"}
 

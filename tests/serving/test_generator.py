@@ -18,6 +18,7 @@ from dflash_trt.core.logit_rules import ANY_TOKEN
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.step_plan import StepHandle, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
+from dflash_trt.serving.generation_batch import gathered
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
@@ -300,6 +301,28 @@ def test_drafts_are_drawn_apart_only_where_no_seed_was_given() -> None:
     assert streams(replace(sampled, seed=3)) == {0} == streams(replace(sampled, seed=3, n=3))
     assert streams(sampled, seed=7) == {0}  # the engine's
     assert streams(replace(sampled, temperature=0.0)) == {0} == streams(replace(sampled, top_k=1))
+
+
+def test_of_many_outputs_one_that_fails_ends_the_others() -> None:
+    ended: list[str] = []
+
+    async def waits(name: str) -> GenerationOutput:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+        raise AssertionError
+
+    async def fails() -> GenerationOutput:
+        raise RuntimeError("lost")
+
+    async def run() -> None:
+        with pytest.raises(RuntimeError, match="lost"):
+            await gathered([waits("a"), fails(), waits("b")])
+        await asyncio.sleep(0)
+        assert ended == ["a", "b"]
+
+    asyncio.run(run())
 
 
 # Streams

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_late_call_costs_its_own_result_alone(
     assert [result for result in found if not isinstance(result, LateError)] == [i for i in range(5) if i not in late]
     release.set()
     assert threads.call_all([giving(i) for i in range(5)]) == list(range(5))
+
+
+@pytest.mark.usefixtures("threads")  # for its limits
+def test_what_stands_behind_a_late_call_runs_once(release: threading.Event) -> None:
+    """In its new thread: the late one must not touch it when it goes on."""
+    before, ran = set(threading.enumerate()), list[int]()
+    own = MaskThreads()
+    own.call_all([lambda: release.wait(30), *(partial(ran.append, i) for i in range(5))])
+    started = set(threading.enumerate()) - before
+    release.set()
+    del own
+    for thread in started:
+        thread.join(10)
+    assert sorted(ran) == list(range(5))
 
 
 @pytest.mark.usefixtures("threads")  # for its limits

@@ -14,6 +14,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from dflash_trt.servers.dynamo import gateway
+from dflash_trt.servers.dynamo.connections import BACKLOG, max_connections
 from dflash_trt.servers.dynamo.event_streams import events
 from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
 from dflash_trt.servers.dynamo.settings import GatewaySettings
@@ -417,6 +418,38 @@ def test_the_limit_of_connections_is_exact() -> None:
             return ended, [*[await task for task in busy], refused, await asked()]
 
     assert asyncio.run(run()) == ([True, False, False, False], [200, 200, 200, 503, 200])
+
+
+@pytest.mark.parametrize("num_files", [300, 1024, 4096, 2**20])
+def test_every_client_may_have_a_connection_to_the_front_end(num_files: int) -> None:
+    limit = max_connections(num_files)
+    assert 1 <= limit <= 4096 and 2 * limit + 2 * BACKLOG <= num_files
+    assert max_connections(2 * BACKLOG) == 1
+
+
+def test_a_gateway_that_stops_waits_for_no_stream() -> None:
+    async def run() -> bytes:
+        front, ended = web.Application(), asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(chunk("a"))
+            await ended.wait()
+            return response
+
+        front.router.add_post("/v1/completions", waits)
+        port = free_ports(1)
+        async with TestServer(front) as server, ClientSession() as session, asyncio.timeout(30):
+            async with open_gateway(settings(str(server.make_url("")).rstrip("/"), port=port), limit=3):
+                url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "x", "stream": True}
+                stream = await session.post(url, json=body)
+                first = await stream.content.readany()
+            ended.set()
+            stream.close()
+            return first
+
+    assert asyncio.run(run()) == chunk("a")
 
 
 def test_more_requests_than_connections_are_answered_with_503() -> None:

@@ -16,7 +16,6 @@ from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer
 from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
 from dflash_trt.servers.dynamo.settings import sampling_defaults, shared_card, write_card
-from dflash_trt.servers.dynamo.supervisor import visible_gpus
 
 TEMPLATE = "{% for message in messages %}{{ thinks }}/{{ style }}/{{ tags }}: {{ message.content }}{% endfor %}"
 OPTIONS = {"thinks": False, "style": 'calm "now"', "tags": ["a", None, {"b": 1}]}
@@ -74,9 +73,10 @@ def test_a_card_is_not_written_where_another_user_can_write(
     assert {path.name: path.stat().st_mtime_ns for path in victim.iterdir()} == before
     card.unlink()
     card.mkdir()
-    card.chmod(0o777)
-    with pytest.raises(ConfigError, match="found one of mode 777"):
-        shared_card(engine)
+    for mode in (0o777, 0o720, 0o702):
+        card.chmod(mode)
+        with pytest.raises(ConfigError, match=f"found one of mode {mode:o}"):
+            shared_card(engine)
     card.chmod(0o700)
     if os.geteuid() == 0:  # only root can give a directory away
         os.chown(card, 12345, 12345)
@@ -90,6 +90,8 @@ def test_generation_config_gives_the_defaults_of_sampling(engine: EngineDir) -> 
     path = engine.path / "tokenizer" / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_length": 7, "min_p": None}))
     assert sampling_defaults(engine) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    path.write_text(json.dumps({"min_p": 0.05, "repetition_penalty": 1.1}))
+    assert sampling_defaults(engine) == {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
 class Router:
@@ -139,10 +141,3 @@ def test_hashes_of_blocks_are_equal_in_every_process() -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1
-
-
-def test_gpus_are_counted_among_the_visible_ones() -> None:
-    assert visible_gpus((1, 0), {}) == ["1", "0"]
-    assert visible_gpus((1, 0), {"CUDA_VISIBLE_DEVICES": "4,GPU-x"}) == ["GPU-x", "4"]
-    with pytest.raises(ConfigError, match=r"--gpus: expected indices below 2.*found 2"):
-        visible_gpus((0, 2), {"CUDA_VISIBLE_DEVICES": "4,GPU-x"})

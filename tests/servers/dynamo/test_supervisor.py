@@ -7,8 +7,11 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +22,11 @@ pytest.importorskip("zmq", reason="needs the extra 'serve'")
 
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.servers.dynamo import child, contract, gateway
+from dflash_trt.servers.dynamo import child, contract, event_broker, gateway
 from dflash_trt.servers.dynamo import supervisor as module
 from dflash_trt.servers.dynamo.environment import LOOPBACK, forget_worker, is_registered, local_environment
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, card_source, check_package
-from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor
+from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor, visible_gpus
 from tests.servers.dynamo.serving import free_ports
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), runtime=RuntimeConfig(seed=3), model_name="m", namespace="n")
@@ -194,6 +197,82 @@ def test_a_process_starts_without_what_was_known_of_the_one_before(make: Any, tm
     assert worker.process is process and pickle.loads(process.stdin.getvalue()) == worker.task
 
 
+POLITE = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7)))"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def test_processes_are_asked_to_end_together_and_killed_when_they_do_not(make: Any, log, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_KILL_AFTER_S", 3.0)
+    service = make(num_replicas=3)
+    service._workers = [service._worker(index) for index in range(3)]  # the last one waits for its next start
+    started = []
+    for worker, handler in zip(service._workers, (DEAF, POLITE), strict=False):
+        words = f"import signal, sys, time\n{handler}\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
+        pipe = subprocess.PIPE
+        worker.process = subprocess.Popen([sys.executable, "-c", words], stdin=pipe, stdout=pipe)
+        started.append(worker.process)
+    for process in started:
+        with process.stdout as lines:
+            assert lines.readline() == b"ready\n"
+    stopping = threading.Thread(target=service._stop)
+    stopping.start()
+    stopping.join(30)
+    try:
+        assert not stopping.is_alive()
+        assert [process.poll() for process in started] == [-signal.SIGKILL, 7]
+        assert log == ["replica 0 did not stop: killed"]
+        assert all(process.stdin.closed for process in started)
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_processes_of_a_service_end_with_its_block(make: Any, tmp_path: Path, monkeypatch, fails: bool) -> None:
+    """Also those that were started before one that cannot be."""
+    processes: list[Any] = []
+
+    class Ending(Process):
+        def terminate(self) -> None:
+            self.code = -15
+
+    def start(child: Any) -> None:
+        if fails and child.name == "front end":
+            raise OSError("no memory")
+        child.process = Ending()
+        processes.append(child.process)
+
+    monkeypatch.setattr(module, "state_directory", lambda: nullcontext(tmp_path))
+    monkeypatch.setattr(module, "write_card", lambda engine, card: (card / "written").touch())
+    monkeypatch.setattr(event_broker, "EventBroker", lambda *addresses: nullcontext())
+    monkeypatch.setattr(module._Child, "start", start)
+    with suppress(OSError), make(num_replicas=2) as service:
+        assert not fails and (tmp_path / "card" / "written").is_file()
+        assert [child.name for child in service._children] == ["replica 0", "replica 1", "gateway", "front end"]
+        assert [process.code for process in processes] == [None] * 4
+    assert [process.code for process in processes] == [-15] * (3 if fails else 4)
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+def test_pauses_grow_with_each_start_that_fails_in_a_row(make: Any, monkeypatch, log, has_served: bool) -> None:
+    service = make()
+    service._is_up = True
+    worker = service._worker(0)
+    pauses = []
+    for _ in range(4):
+        worker.has_served = has_served
+        service._lost(worker, 3, 100.0)
+        pauses.append(worker.due_s - 100.0)
+    assert pauses == ([0.0] * 4 if has_served else [1.0, 3.0, 7.0, 15.0])
+    assert log[-1] == f"replica 0 ended with exit code 3: its requests failed; it starts again in {pauses[-1]:.0f} s"
+    worker.has_served = False
+    if has_served:
+        service._lost(worker, 3, 100.0)
+        return
+    with pytest.raises(ServiceError, match="the 5th time in a row without serving"):
+        service._lost(worker, -9, 100.0)
+
+
 def test_before_a_service_is_up_a_process_that_dies_ends_it(make: Any) -> None:
     for log_file, place in ((None, "above"), (Path("the.log"), "in the.log")):
         service = make(log_file=log_file)
@@ -236,6 +315,16 @@ def test_what_the_user_has_set_stays_but_for_the_addresses(tmp_path: Path, monke
     assert len(addresses) == 4 and set(addresses.values()) == {LOOPBACK}
     assert ours["TMPDIR"] == str(tmp_path)
     assert ours["DYN_ZMQ_BROKER_URL"] == f"xsub=ipc://{tmp_path}/events-in , xpub=ipc://{tmp_path}/events-out"
+    peek_ms, grace_s, stop_s = (
+        int(ours[f"DYN_{name}"])
+        for name in (
+            "HTTP_PRE_COMMIT_ERROR_PEEK_MS",
+            "GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+            "HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+        )
+    )
+    assert peek_ms >= 10_000  # a constraint that is refused may take seconds to compile
+    assert grace_s + stop_s < module._KILL_AFTER_S  # all end by themselves
     theirs = local_environment(tmp_path, base=dict.fromkeys([*ours, "OTHER"], "theirs"))
     changed = {name for name, value in theirs.items() if value != "theirs"}
     assert changed == {*addresses, "TMPDIR", "DYN_FILE_KV", "DYN_ZMQ_BROKER_URL"}
@@ -352,3 +441,10 @@ def test_a_model_card_needs_a_tokenizer_and_the_targets_config(tmp_path: Path) -
         card_source(engine)
     (tmp_path / "config.json").touch()
     assert card_source(engine) == tmp_path
+
+
+def test_gpus_are_counted_among_the_visible_ones() -> None:
+    assert visible_gpus((1, 0), {}) == ["1", "0"]
+    assert visible_gpus((1, 0), {"CUDA_VISIBLE_DEVICES": "4,GPU-x"}) == ["GPU-x", "4"]
+    with pytest.raises(ConfigError, match=r"--gpus: expected indices below 2.*found 2"):
+        visible_gpus((0, 2), {"CUDA_VISIBLE_DEVICES": "4,GPU-x"})
