@@ -105,7 +105,7 @@ def test_costs_of_the_host_are_seconds_of_a_step_and_of_each_request(monkeypatch
         asked.append(is_chained)
         step_ms = 0.25 + 0.5 * num_requests
         return HostReport(
-            num_requests=num_requests, is_chained=is_chained, num_steps=1, step_ms=step_ms, between_ms=9.0
+            num_requests=num_requests, num_ranks=1, is_chained=is_chained, num_steps=1, step_ms=step_ms, between_ms=9.0
         )
 
     monkeypatch.setattr(machine, "measure_host", measured)

@@ -69,6 +69,14 @@ def rotary_dim(spec: TargetSpec) -> int | None:
     return spec.attentions[0].rotary_dim
 
 
+def full_attention(spec: TargetSpec) -> list[int]:
+    return [i for i, layer in enumerate(spec.layers) if layer.mixer.kind == "gqa"]
+
+
+def thetas(spec: TargetSpec) -> list[float]:
+    return sorted({gqa.rope.theta for gqa in spec.attentions})
+
+
 def per_layer_rows(spec: TargetSpec) -> int:
     assert spec.per_layer_embedding is not None
     return spec.per_layer_embedding.vocab_size
@@ -90,11 +98,13 @@ def yarn(factor: float, **keys: float) -> Config:
 
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ONE_ROPE = {"rope_type": "default", "rope_theta": 5e5}  # also outside, as transformers writes it
 FEW_ROWS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 11}
 READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}, windows, [6, None, 6, None]),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3}, windows, [6, 6, None, 6]),
     ("gemma3_text", {"layer_types": None}, windows, [6] * 4),
+    ("gemma3_text", {"rope_parameters": ONE_ROPE | {"full_attention": ONE_ROPE}}, thetas, [1e4, 5e5]),
     ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, windows, [6, 6, 6, None]),
     ("gemma4_text", FEW_ROWS | {"vocab_size_per_layer_input": 12}, per_layer_rows, 12),  # as many as tokens
     ("mistral", {"sliding_window": 7}, windows, [7] * 4),
@@ -126,6 +136,9 @@ READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ),
     ("qwen3_moe", {"decoder_sparse_step": 2}, experts, [1, 3]),
     ("qwen3_moe", {"mlp_only_layers": [1]}, experts, [0, 2, 3]),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": None}, full_attention, [3]),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, full_attention, [1, 3]),
+    ("qwen3_5_text", {"layer_types": None, "full_attention_interval": None}, full_attention, [3]),
     ("qwen3_next", {"mlp_only_layers": [2], "decoder_sparse_step": 1}, experts, [0, 1, 3]),
     ("minimax_m2", {"rotary_dim": 8}, rotary_dim, 8),
     ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, rotary_dim, 8),

@@ -1,14 +1,19 @@
 """Descriptions of quantized checkpoints: the format of every module that they name, and the K/V that they quantize."""
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from dflash_trt.checkpoint.producers import compressed_tensors, fp8, modelopt
 from dflash_trt.checkpoint.producers.base import Scheme, spellings
+from dflash_trt.checkpoint.quantized_reading import read_number
+from dflash_trt.checkpoint.tensors import StoredTensor
+from dflash_trt.core.errors import CheckpointError
 
 Config = dict[str, Any]
 FP8: Config = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -197,3 +202,14 @@ def test_modelopts_patterns_are_those_of_fnmatch_however_many(patterns: list[str
     is_excluded = any(fnmatchcase(name, pattern) for name in spellings(module) for pattern in patterns)
     found = scheme(modelopt, MODELOPT | {"exclude_modules": patterns})
     assert formats(found, module) == [None if is_excluded else "fp8"]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("inf"), float("nan"), 1e-38, 3.0])
+def test_a_scale_is_finite_and_positive(value: float) -> None:
+    stored = StoredTensor(path=Path("f"), name="s", dtype="F32", shape=(1,))
+    tensor = torch.tensor([value])
+    if 0 < value < float("inf"):
+        assert read_number(stored, lambda _: tensor) == tensor.item()
+        return
+    with pytest.raises(CheckpointError, match="tensor 's': expected a finite, positive scale"):
+        read_number(stored, lambda _: tensor)

@@ -121,6 +121,9 @@ def test_layers_of_other_kinds_are_described(tmp_path, invoke, family, words) ->
     result = invoke("inspect", tmp_path / "engine")
     assert result.exit_code == 0, result.exception
     assert words in result.stdout and "num_heads" in result.stdout
+    found = json.loads(invoke("inspect", tmp_path / "engine", "--json").stdout)["target"]["state_bytes_per_request"]
+    recurrent_bytes = 3 * 4 * 8 * 12 * 4  # layers, heads of values, sizes of both heads, float32
+    assert found > recurrent_bytes if family == "qwen3_5_text" else found == 0
 
 
 RECORD: dict[str, Any] = {

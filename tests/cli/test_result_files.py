@@ -56,6 +56,23 @@ def test_a_file_is_replaced_when_its_block_ends_well_and_kept_otherwise(tmp_path
     assert link.is_symlink() and set(tmp_path.iterdir()) == {path, link}
 
 
+def test_a_new_file_is_there_when_its_block_has_ended_well_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+
+    def write_file(error: BaseException | None) -> None:
+        with new_jsonl_file(path) as write:
+            write({"a": 1})
+            assert not path.exists()
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        write_file(KeyboardInterrupt())
+    assert not list(tmp_path.iterdir())
+    write_file(None)
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == '{"a": 1}\n'
+
+
 def test_what_cannot_be_made_or_written_says_so() -> None:
     with pytest.raises(ConfigError, match="a file to write, found No such file"), new_jsonl_file(Path("/nowhere/f")):
         pass

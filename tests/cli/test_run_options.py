@@ -4,6 +4,7 @@ import sys
 from contextlib import redirect_stderr
 from dataclasses import fields, replace
 from io import BytesIO, StringIO, TextIOWrapper
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dflash_trt.cli.open_engine import listed_failures
 from dflash_trt.cli.prompts import Job
 from dflash_trt.cli.run import _progress_bar
 from dflash_trt.cli.run_options import RunOptions
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.serving.generation_batch import joined_output, output_without_tokens
 from tests.cli.test_options_arrive import RUNTIME
 from tests.cli.test_status_line import Terminal
@@ -51,6 +53,34 @@ def test_one_sample_of_one_prompt_streams_to_a_terminal(monkeypatch: pytest.Monk
 def test_what_is_said_holds_everywhere(monkeypatch: pytest.MonkeyPatch, said: bool) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: not said)
     assert replace(OPTIONS, stream=said, sampling=OF_TWO).streams(2) == said
+
+
+def test_a_conversation_is_a_chat_at_a_terminal_without_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_terminal = {"stdin": True, "stdout": True}
+    for name in has_terminal:
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda name=name: has_terminal[name])
+    chat = replace(OPTIONS, chat=True, prompts=())
+    assert chat.is_conversation
+    for other in ({"chat": False}, {"prompts": ("a",)}, {"input_file": Path("in")}):
+        assert not replace(chat, **other).is_conversation
+    for name in has_terminal:
+        has_terminal[name] = False
+        assert not chat.is_conversation
+        has_terminal[name] = True
+
+
+def test_a_file_has_one_part_in_a_run_by_whatever_path(tmp_path: Path) -> None:
+    rows, link = tmp_path / "rows", tmp_path / "link"
+    rows.touch()
+    link.symlink_to(rows)
+    (tmp_path / "directory").mkdir()
+    files = ("input_file", "output_file", "trace_file")
+    for other in (rows, link, tmp_path / "directory" / ".." / "rows"):
+        for first, second in combinations(files, 2):
+            named = replace(OPTIONS, prompts=(), overwrite=True, **{first: rows, second: other})
+            words = " and ".join(f"--{name.replace('_', '-')}" for name in (first, second))
+            with pytest.raises(ConfigError, match=f"{words} name the same file"):
+                named.check()
 
 
 @pytest.mark.parametrize("piped", ["a", "a\n", "a\n\n", " a ", "\n"])

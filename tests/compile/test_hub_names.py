@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from dflash_trt.checkpoint import sources
 from dflash_trt.checkpoint.hub import download_description, download_tensors
 from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
 from dflash_trt.core.hub_name import HubName
+from dflash_trt.core.known_pairs import KnownPair
 from dflash_trt.engine_dir import EngineDir
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.factories import make_target, make_zlab_drafter, read_json, write_json
@@ -132,6 +134,13 @@ def test_the_known_drafter_of_a_name_is_the_default(hub: Hub, checkpoints: Path)
     assert f"{TARGET} with {DRAFTER}" in message
     needy = refused(ConfigError, "meta-models/Muse-Glimmer-30B")
     assert "found z-lab/Muse-Glimmer-30B-DFlash2, which needs the family muse_glimmer" in needy
+
+
+def test_of_several_known_drafters_none_is_taken_for_granted(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [KnownPair(targets=(TARGET,), drafter=f"owner/{name}", source="a page") for name in ("a", "b")]
+    monkeypatch.setattr(sources, "pairs_of_target", lambda name: (*pairs, pairs[0].model_copy(update={"needs": "c"})))
+    assert "found several: owner/a, owner/b. Pass --drafter NAME" in refused(ConfigError)
+    assert hub.files == []
 
 
 def test_a_known_drafter_of_another_target_is_refused_before_any_download(hub: Hub) -> None:

@@ -149,6 +149,7 @@ def test_a_triton_server_that_does_not_start_says_why(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(probes, "_TRITON_SERVERS", ("none", "empty"))
     assert run_probe("triton_server")["detail"] == "no tritonserver on the PATH, nor in .triton_server"
     cases = {"echo 'Usage: tritonserver [options]'; exit 1": "tritonserver starts"}
+    cases["echo 'Usage: tritonserver [options]' >&2; exit 1"] = "tritonserver starts"
     cases["echo 'no libpython' >&2"] = "tritonserver does not start: no libpython"
     for code, detail in cases.items():
         server.write_text(f"#!/bin/sh\n{code}\n")

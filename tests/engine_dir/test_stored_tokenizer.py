@@ -9,6 +9,7 @@ import pytest
 
 from dflash_trt.engine_dir import tokenizer_dir
 from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer, stored_chat_templates
+from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from tests.factories import NUM_TEXT_TOKENS, SPECIAL_TOKENS, edit_json, make_target, read_json, write_json
 from tests.serving.tokenizers import write_byte_level
 
@@ -34,6 +35,15 @@ def test_templates_are_those_of_the_file_or_of_the_config(tmp_path: Path, config
         (path / "chat_template.jinja").write_text(file)
         files["chat_template.jinja"] = file.encode()
     assert StoredTokenizer.open(path).chat_templates == stored_chat_templates(files) == templates
+
+
+@pytest.mark.parametrize(("splits", "is_one_token"), [(None, True), (False, True), (True, False)])
+def test_a_special_token_in_a_text_is_one_token_unless_it_is_split(tmp_path: Path, splits, is_one_token) -> None:
+    path = write_byte_level(tmp_path)
+    if splits is not None:
+        edit_json(path / "tokenizer_config.json", split_special_tokens=splits)
+    ids = StoredTokenizer.open(path).backend.encode("<|im_end|>").ids
+    assert (ids == [2]) == is_one_token and ids == load_tokenizer(path).encode("<|im_end|>")
 
 
 @pytest.mark.parametrize("template", [3, {"default": 3}])

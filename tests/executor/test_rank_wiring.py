@@ -165,9 +165,9 @@ def test_a_worker_whose_step_failed_goes_on_only_where_it_is_told(
     def failing(token_ids: tuple[int, ...]) -> None:
         raise ValueError(token_ids)
 
-    monkeypatch.setattr(worker, "_engine", lambda order: None)
     monkeypatch.setattr(worker, "join", lambda options, rank: SimpleNamespace(num_calls=rank))
-    monkeypatch.setattr(worker, "open_shard", lambda *_: SimpleNamespace(target_logits=failing))
+    opened = SimpleNamespace(target_logits=failing, has_queue=False)
+    monkeypatch.setattr(OpenShard, "open", lambda order, ranks: opened)
     worker._serve(pipe)
     said = ["ValueError: (1,)", "ValueError: (2,)"] if goes_on else ["ValueError: (1,)"]
     assert [report.reason for report in reports[2:]] == said and len(orders) == (0 if goes_on else 3)

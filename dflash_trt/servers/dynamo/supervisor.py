@@ -35,7 +35,6 @@ from dflash_trt.servers.dynamo.state_directory import state_directory
 from dflash_trt.serving.llm import open_request_reader
 
 _POLL_S = 0.1
-_MAX_PAUSE_S = 30.0
 _MAX_FAILED_STARTS = 5
 _KILL_AFTER_S = 15.0
 _MAX_UNREGISTERED_S = 3.0
@@ -234,7 +233,7 @@ class Supervisor:
         child.num_failures = 0 if child.has_served else child.num_failures + 1
         if child.num_failures == _MAX_FAILED_STARTS:
             raise ServiceError(f"{how}, the {child.num_failures}th time in a row without serving")
-        pause_s = min(2.0**child.num_failures - 1, _MAX_PAUSE_S)
+        pause_s = 2.0**child.num_failures - 1
         self._log(f"{how}: its requests failed; it starts again in {pause_s:.0f} s")
         child.wait(now)
         child.process, child.due_s = None, now + pause_s

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -427,8 +428,38 @@ def test_every_client_may_have_a_connection_to_the_front_end(num_files: int) -> 
     assert max_connections(2 * BACKLOG) == 1
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n\r\n" + chunk("a")], ids=["no answer yet", "a stream"])
+def test_a_client_that_leaves_ends_its_request_at_the_front_end(answer: bytes) -> None:
+    async def run() -> None:
+        begun, gone = asyncio.Event(), asyncio.Event()
+
+        async def front(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            writer.write(answer)
+            begun.set()
+            while await reader.read(100):
+                pass
+            gone.set()
+            writer.close()
+
+        behind, port = free_ports(1), free_ports(1)
+        url, body = f"http://127.0.0.1:{behind}", b'{"prompt": "x", "stream": true}'
+        async with (
+            await asyncio.start_server(front, "127.0.0.1", behind),
+            open_gateway(settings(url, port=port), limit=3),
+        ):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await asyncio.wait_for(begun.wait(), 30)
+            assert not gone.is_set()
+            writer.close()
+            await asyncio.wait_for(gone.wait(), 10)
+
+    asyncio.run(run())
+
+
 def test_a_gateway_that_stops_waits_for_no_stream() -> None:
-    async def run() -> bytes:
+    async def run() -> tuple[bytes, float]:
         front, ended = web.Application(), asyncio.Event()
 
         async def waits(request: web.Request) -> web.StreamResponse:
@@ -440,16 +471,18 @@ def test_a_gateway_that_stops_waits_for_no_stream() -> None:
 
         front.router.add_post("/v1/completions", waits)
         port = free_ports(1)
-        async with TestServer(front) as server, ClientSession() as session, asyncio.timeout(30):
+        async with TestServer(front) as server, ClientSession() as session:
             async with open_gateway(settings(str(server.make_url("")).rstrip("/"), port=port), limit=3):
                 url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "x", "stream": True}
                 stream = await session.post(url, json=body)
-                first = await stream.content.readany()
+                first, stopped_s = await stream.content.readany(), time.monotonic()
+            took_s = time.monotonic() - stopped_s
             ended.set()
             stream.close()
-            return first
+            return first, took_s
 
-    assert asyncio.run(run()) == chunk("a")
+    first, took_s = asyncio.run(run())
+    assert first == chunk("a") and took_s < 20
 
 
 def test_more_requests_than_connections_are_answered_with_503() -> None:

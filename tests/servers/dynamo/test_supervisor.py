@@ -358,10 +358,10 @@ def test_a_process_ends_when_its_supervisor_does(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # stdin, which ends with the process
 @pytest.mark.parametrize("error", [ConfigError("the reason"), EngineDirError("the reason"), None])
 def test_a_process_takes_its_task_from_stdin_and_ends_with_its_code(monkeypatch, capsys, error: Any) -> None:
-    killed, limits, tasks = threading.Event(), list[None](), list[Any]()
+    killed, done = threading.Event(), list[Any]()
 
     def run(task: Any) -> int:
-        tasks.append(task)
+        done.append(task)
         assert not killed.is_set()
         os.close(writing)  # its supervisor has gone
         assert killed.wait(30)
@@ -370,7 +370,8 @@ def test_a_process_takes_its_task_from_stdin_and_ends_with_its_code(monkeypatch,
         return 70
 
     monkeypatch.setattr(child, "_run", run)
-    monkeypatch.setattr(child, "raise_file_limit", lambda: limits.append(None))
+    monkeypatch.setattr(child, "let_threads_sleep", lambda: done.append("threads"))  # before PyTorch is imported
+    monkeypatch.setattr(child, "raise_file_limit", lambda: done.append("files"))
     monkeypatch.setattr(child.os, "kill", lambda *words: killed.set())
     reading, writing = os.pipe()
     os.write(writing, pickle.dumps(WORKER))
@@ -382,7 +383,7 @@ def test_a_process_takes_its_task_from_stdin_and_ends_with_its_code(monkeypatch,
         os.dup2(own, 0)
         os.close(own)
         os.close(reading)
-    assert (tasks, limits) == ([WORKER], [None])
+    assert done == ["threads", "files", WORKER]
     assert capsys.readouterr().err == ("" if error is None else "error: the reason\n")
 
 
