@@ -23,22 +23,52 @@ found = rms_norm(x, weight, 1e-6)
 expected = torch.nn.functional.rms_norm(x.float(), (200,), weight.float(), 1e-6).bfloat16()
 print(dict(gpu.launches), (found.float() - expected.float()).abs().max().item() / expected.float().abs().max().item())
 """
+COMPILES_ALONE = """
+import torch
+from software_gpu.triton_driver import install
+gpu = install(architecture=90)
+from dflash_trt.kernels.compiling import kernels_compiled_alone
+from dflash_trt.kernels.norm_launch import rms_norm
+def norms():
+    return [bool(rms_norm(torch.ones(5, width), torch.ones(width), 1e-6).any()) for width in (200, 400, 600)]
+with kernels_compiled_alone(2) as compiling:
+    print(norms(), torch.empty(9).any().item(), compiling.has_all_cached(), dict(gpu.launches))
+    compiling.take_over()
+with kernels_compiled_alone(2) as compiling:
+    print(norms(), compiling.has_all_cached(), dict(gpu.launches))
+print(norms(), dict(gpu.launches))
+"""
 
 
-def test_a_norm_in_bfloat16_is_pytorchs(tmp_path: Path) -> None:
-    """Measured: the largest difference is one rounding of bfloat16, 1 / 128 of a number at most."""
+def run(program: str, cache: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", program],
+        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    launches, error = ran.stdout.rsplit(maxsplit=1)
+    return ran.stdout
+
+
+def test_a_norm_in_bfloat16_is_pytorchs(tmp_path: Path) -> None:
+    """Measured: the largest difference is one rounding of bfloat16, 1 / 128 of a number at most."""
+    launches, error = run(PROGRAM, tmp_path).rsplit(maxsplit=1)
     assert launches == "{'rms_norm_kernel': 1}"
     assert float(error) <= 1 / 128
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_kernels_that_are_compiled_alone_do_not_run_before_the_end(tmp_path: Path, is_cached: bool) -> None:
+    if is_cached:
+        run(COMPILES_ALONE, tmp_path)
+    assert run(COMPILES_ALONE, tmp_path).splitlines() == [
+        f"[False, False, False] False {is_cached} {{}}",
+        "[False, False, False] True {}",
+        "[True, True, True] {'rms_norm_kernel': 3}",
+    ]
 
 
 @pytest.mark.parametrize(("architecture", "num_seen", "num_equal"), [(90, 11, 1), (100, 43, 28)])

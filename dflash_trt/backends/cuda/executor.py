@@ -45,12 +45,14 @@ from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
+from dflash_trt.kernels.compiling import kernels_compiled_alone
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLED: Final = LogitUse()
+_MAX_COMPILERS: Final = 32  # threads; Python's part of a compilation, a fifth, is one at a time
 
 
 class TorchGpuExecutor:
@@ -217,30 +220,47 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
-        """Compile the kernels of these steps and capture their graphs, before serving.
+        """Compile the kernels of these steps, and capture their graphs.
 
         The steps consist of padding alone, which touches no page and no request's slot. Each runs a second time under
         rules and masks, which no graph holds; the first also has its logits read.
         """
-        with self.on_stream():
-            self._snapshots.warm_up()
-            masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
+        shapes = tuple(shapes)
+        if self._stream is not None:
+            self._compile(shapes)
         for index, shape in enumerate(shapes):
-            padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
-            self._staging.stage(padding, shape)
-            read = replace(padding, top_rows=TopRows.first(), prompt_rows=PromptRows.first()) if index == 0 else padding
-            with self.on_stream():
-                reader = logprobs_reader(read, self._device, score_rows)
-                use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks, reader=reader)
-                self._staging.upload()
-                if shape.has_graph:
-                    launches = self._launches(shape)
-                    self.graphs.capture(shape, *launches.parts)
-                    self._captured[shape] = launches
-                else:
-                    self._run(shape)
-                self._run(shape, use)
+            self._warm_up(shape, is_first=index == 0, captures=True)
         self.wait()
+
+    def _compile(self, shapes: Sequence[StepShape]) -> None:
+        """Fill Triton's cache on the disk by threads of rank 0, while all ranks take the steps that use the kernels."""
+        num_threads = min(_MAX_COMPILERS, available_cores()) if self._ranks.rank == 0 else 0
+        with kernels_compiled_alone(num_threads) as compiling:
+            for index, shape in enumerate(shapes):
+                self._warm_up(shape, is_first=index == 0, captures=False)
+                if index == 0 and self._ranks.smallest(int(compiling.has_all_cached())):
+                    break
+                compiling.take_over()
+        self._ranks.smallest(0)  # wait for rank 0
+
+    def _warm_up(self, shape: StepShape, *, is_first: bool, captures: bool) -> None:
+        padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
+        self._staging.stage(padding, shape)
+        read = replace(padding, top_rows=TopRows.first(), prompt_rows=PromptRows.first()) if is_first else padding
+        with self.on_stream():
+            if is_first:
+                self._snapshots.warm_up()
+            reader = logprobs_reader(read, self._device, score_rows)
+            masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
+            use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks, reader=reader)
+            self._staging.upload()
+            if shape.has_graph and captures:
+                launches = self._launches(shape)
+                self.graphs.capture(shape, *launches.parts)
+                self._captured[shape] = launches
+            else:
+                self._run(shape)
+            self._run(shape, use)
 
     @torch.inference_mode()
     def enqueue(self, batch: StepBatch, *, times: int = 1, after_each: Callable[[], object] | None = None) -> None:

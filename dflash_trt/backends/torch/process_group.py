@@ -26,6 +26,11 @@ class RankGroup(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into `x`."""
         ...
@@ -46,7 +51,7 @@ class RankGroup(Protocol):
 class OneRank:
     """Implements RankGroup without anybody else."""
 
-    num_ranks = 1
+    num_ranks, rank = 1, 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
