@@ -39,7 +39,7 @@ class DFlashTrtModel:
         if block_size is not None:
             num_draft_tokens = block_size - 1
         settings = {name: value for name, value in kwargs.items() if name not in _SETTLED}
-        drafting = {"use_drafter": False} if algorithm == "NONE" else {"num_draft_tokens": num_draft_tokens}
+        drafting = {"use_drafter": False} if algorithm == "NONE" else {"draft_length": num_draft_tokens}
         self._sampling = _sampling_of(sampling_kwargs)
         self._llm = LLM(model_dir, **{"enable_prefix_caching": False} | settings | drafting)
         try:

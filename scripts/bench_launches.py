@@ -50,6 +50,7 @@ def placeholder(variant: KernelVariant, architecture: str) -> CompiledKernel:
         constants=variant.constants,
         grid=variant.grid,
         cubin=b"\x7fELF" + f"{variant.name} {architecture}".encode(),
+        ptx="",
     )
 
 

@@ -21,6 +21,7 @@ import click
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DEMO: Final = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
+_DRAFT_LENGTH: Final = 7  # all that the demo's drafter makes, as its peers do
 _PEERS: Final = ("transformers", "dflash")
 _OURS: Final = ("autoregressive", "speculative")
 
@@ -121,7 +122,10 @@ def _sides(
         return lambda prompt: list(llm.generate([list(prompt)], sampling)[0].token_ids)
 
     options: dict[str, Any] = {"num_threads": threads, "enable_prefix_caching": False, "kv_cache_bytes": 1 << 28}
-    with LLM(engine, use_drafter=False, **options) as plain, LLM(engine, **options) as speculative:
+    with (
+        LLM(engine, use_drafter=False, **options) as plain,
+        LLM(engine, draft_length=_DRAFT_LENGTH, **options) as speculative,
+    ):
         sides = _peers(max_new_tokens) | {"autoregressive": ours(plain), "speculative": ours(speculative)}
         tokenizer = AutoTokenizer.from_pretrained(_DEMO / "target")
         yield sides, lambda text: list(tokenizer(text)["input_ids"])

@@ -24,7 +24,7 @@ def cpu_us_per_token(engine: Path, *, num_draft_tokens: int, is_at_once: bool, d
     with LLM(
         engine,
         deterministic=deterministic,
-        num_draft_tokens=num_draft_tokens,
+        draft_length=num_draft_tokens,
         num_threads=1,
         enable_prefix_caching=False,
         kv_cache_bytes=1 << 28,

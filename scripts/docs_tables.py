@@ -1,4 +1,7 @@
-"""The tables of docs/ that follow from code. Run it to write them again: `python -m scripts.docs_tables`."""
+"""The tables of docs/ and CONTRIBUTING.md that follow from code.
+
+Run it to write them again: `python -m scripts.docs_tables`.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def tables() -> dict[str, tuple[str, ...]]:
     """Generated tables by page. The header row of a table is its name: a page has it once."""
     return {
-        "docs/architecture.md": (import_rules.markdown(),),
+        "CONTRIBUTING.md": (import_rules.markdown(),),
         "docs/deployment.md": (*documentation_tables(), _metrics()),
         "docs/exit_codes.md": (_exit_codes(),),
         "docs/settings.md": (_settings(), _sampling()),

@@ -31,7 +31,7 @@ def figure_of(told: Mapping[str, Any], interactivity: tuple[float, ...] = ()) ->
         title=f"Throughput per {unit} against speed per user",
         curves=points,
         unit=unit,
-        caption=tuple(f"{name.capitalize()}: {told[name]}" for name in ("command", "hardware", "workload")),
+        caption=tuple(f"{name.capitalize()}: {told[name]}" for name in ("hardware", "workload", "command")),
         interactivity=interactivity or ((shared,) if shared is not None else ()),
     )
 

@@ -107,13 +107,17 @@ def _noise(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 def generate(engine: Path) -> None:
     """Texts with and without drafts, deterministic so that rounding cannot tell them apart, as JSON on stdout."""
     from dflash_trt.core.request import SamplingParams
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import max_draft_len
     from dflash_trt.serving.llm import LLM
 
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     result = {}
     for name, num_draft_tokens in (("autoregressive", 0), ("speculative", None)):
         started = time.monotonic()
-        options = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+        options = {
+            "draft_length": max_draft_len(EngineDir.open(engine)) if num_draft_tokens is None else num_draft_tokens
+        }
         with LLM(engine, device="cpu", kv_cache_bytes=1 << 28, deterministic=True, **options) as llm:
             opened = time.monotonic()
             (output,) = llm.generate([PROMPT], sampling)

@@ -15,7 +15,6 @@ from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.backends.tensorrt.inspection import quantized_linear_problems
 from dflash_trt.backends.tensorrt.module import load_tensorrt
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
-from dflash_trt.backends.tensorrt.self_test import Finding, qualify
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
@@ -24,6 +23,7 @@ from dflash_trt.core.quantization import PageChoice
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.registry import weight_formats
+from scripts.tensorrt_self_test import Finding, qualify
 
 PAGES: dict[PageChoice, str] = {"none": "pages of float32", "fp8": "FP8 pages"}
 DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
@@ -33,7 +33,7 @@ LIMITS = {"max_batch_size": 4, "max_seq_len": 512, "max_num_tokens": 128, "page_
 
 def main() -> int:
     console = Console(highlight=False)
-    library = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else None
+    library = Path(sys.argv[1]).resolve()
     checks = [(name, partial(check_pages, pages)) for pages, name in PAGES.items()]
     checks += [(f"{name} linear layers", partial(check_linears, name)) for name in served_formats()]
     findings: list[Finding] = []
@@ -60,7 +60,7 @@ def served_formats() -> list[str]:
     return [known.name for known in lowered if (known.first_capability or (0, 0)) <= capability]
 
 
-def check_pages(pages: PageChoice, root: Path, library: Path | None) -> list[Finding]:
+def check_pages(pages: PageChoice, root: Path, library: Path) -> list[Finding]:
     """Both backends, step by step."""
     options = {"dtype": "float32", "quantization": {"kv_cache": pages}}
     engines = {backend: build(root / backend, library, backend=backend, **options) for backend in ("torch", "tensorrt")}
@@ -72,7 +72,7 @@ def check_pages(pages: PageChoice, root: Path, library: Path | None) -> list[Fin
     ]
 
 
-def check_linears(weight_format: str, root: Path, library: Path | None) -> list[Finding]:
+def check_linears(weight_format: str, root: Path, library: Path) -> list[Finding]:
     """By TensorRT's own account, that every quantized linear layer multiplies its codes."""
     quantization = {"target": weight_format, "drafter": weight_format}
     engine_dir = build(root / "engine", library, backend="tensorrt", dtype="bfloat16", quantization=quantization)
@@ -84,9 +84,9 @@ def check_linears(weight_format: str, root: Path, library: Path | None) -> list[
     return [_opened(engine_dir), Finding(name="GEMMs of codes", has_passed=not problems, detail=detail)]
 
 
-def build(output: Path, library: Path | None, **options: Any) -> EngineDir:
+def build(output: Path, library: Path, **options: Any) -> EngineDir:
     if options["backend"] == "tensorrt":
-        options |= {"plugins": "plugin" if library else "layers", "plugin_library": library and str(library)}
+        options |= {"plugin_library": str(library)}
     models = {"target": str(DEMO / "target"), "drafter": str(DEMO / "drafter")}
     return build_engine(
         BuildConfig(**models, **LIMITS, **options),
@@ -101,7 +101,7 @@ def build(output: Path, library: Path | None, **options: Any) -> EngineDir:
 def _opened(engine_dir: EngineDir) -> Finding:
     record = engine_dir.manifest.tensorrt
     assert record is not None
-    built = f"TensorRT {record.tensorrt_version} on {record.gpu_name}, {record.num_layers} layers, {record.plugins}"
+    built = f"TensorRT {record.tensorrt_version} on {record.gpu_name}, {record.num_layers} layers"
     return Finding(name="build, open, inputs and outputs", has_passed=True, detail=built)
 
 

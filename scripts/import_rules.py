@@ -1,6 +1,6 @@
 """Import rules: which package may import which, and where heavy dependencies may be imported.
 
-Run it to check `dflash_trt`. The table of docs/architecture.md is generated from this one (`--markdown`).
+Run it to check `dflash_trt`. The table of CONTRIBUTING.md is generated from this one (`--markdown`).
 """
 
 import ast
@@ -99,7 +99,7 @@ RULES: dict[str, Rule] = {
         knows="whether an engine fits a GPU, the floor of its step and what a step costs: arithmetic over configs",
         packages=_set("compile backends kernels checkpoint engine_dir formats core"),
         libraries=_set("numpy pydantic"),
-        file_libraries={"rank_memory.py": _set("torch")},
+        file_libraries={"rank_memory.py": _set("torch"), "kernel_tables.py": _set("numpy aiconfigurator_core")},
     ),
     "executor": Rule(
         knows="opens an engine, runs its steps; the processes of several ranks",
@@ -141,7 +141,7 @@ RULES: dict[str, Rule] = {
     ),
     "simulation": Rule(
         knows="loads on an engine that is not here: the scheduler over steps that cost what a plan says",
-        packages=_set("bench serving scheduler plan engine_dir core"),
+        packages=_set("bench serving scheduler plan checkpoint engine_dir core"),
         libraries=_set("numpy pydantic"),
     ),
     "doctor": Rule(
@@ -257,7 +257,7 @@ def _listed(names: frozenset[str]) -> str:
 
 
 def markdown() -> str:
-    """The rules as the table of docs/architecture.md."""
+    """The rules as the table of CONTRIBUTING.md."""
     rows = ["| package | knows | imports of ours | third-party imports |", "|---|---|---|---|"]
     for name, rule in RULES.items():
         ours = "any" if rule.packages == frozenset(RULES) - {name} else " ".join(sorted(rule.packages)) or "-"

@@ -117,16 +117,19 @@ class Service:
 
     def wait_until_ready(self) -> None:
         deadline_s = time.monotonic() + _START_S
-        while self._num_instances() < self.replicas:
+        while not self._is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit("the service did not start")
             time.sleep(0.2)
 
-    def _num_instances(self) -> int:
+    def _is_ready(self) -> bool:
+        """A model can answer, and every replica has metrics."""
+        ports = range(self.port + 1, self.port + 1 + self.replicas)
         try:
-            return len(httpx.get(f"{self.url}/health", timeout=5).json().get("instances", []))
-        except (httpx.HTTPError, ValueError):
-            return 0
+            answers = [httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5) for port in ports]
+            return all(answer.is_success for answer in (*answers, httpx.get(f"{self.url}/health", timeout=5)))
+        except httpx.HTTPError:
+            return False
 
     def workers(self) -> list[psutil.Process]:
         """Those that serve metrics, in the order of their ports."""

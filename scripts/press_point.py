@@ -11,10 +11,14 @@ fractions by position below have these sums, and are falling otherwise by guess.
 are accepted are not published in this detail: one layer of the target's width, 2.6 tokens per step with three drafts.
 """
 
+import csv
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_trt.bench.pareto import Point, frontier, per_gpu_at
 from dflash_trt.cli.main import cli
 
 CONFIGS = Path(__file__).parent / "full_size"
@@ -58,9 +62,28 @@ def run(directory: Path, options: list[str]) -> None:
     words += [word for length in ("3", "5", "9") for word in ("--sweep-draft-length", length)]
     words += ["--max-batch-size", "512", "--max-seq-len", "4096", "--max-num-tokens", "4096", "--concurrency", LOADS]
     words += ["--prompt-tokens", "512", "--output-tokens", "512", "--requests-per-client", "2"]
-    words += [word for speed in ("500", "550", "600") for word in ("--per-user", speed)]
+    words += [word for speed in ("300", "450", "600") for word in ("--per-user", speed)]
     words += ["--csv", str(directory / "points.csv"), "--figure", str(directory / "points.svg")]
-    cli.main([*words, *options])
+    cli.main([*words, *options], standalone_mode=False)
+    print(*table(directory / "points.csv"), sep="\n")
+
+
+def table(points: Path) -> Iterator[str]:
+    """tok/s per GPU of each drafter's best configurations at speeds per user."""
+    found: dict[str, list[Point]] = defaultdict(list)
+    with points.open() as stream:
+        for row in csv.DictReader(stream):
+            speeds = float(row["tok_per_s_per_user"]), float(row["output_tok_per_s_per_gpu"])
+            found[row["drafter"]].append(Point(per_user=speeds[0], per_gpu=speeds[1], label=""))
+    names = ("AR", "EAGLE-3", "DFlash")
+    yield "| simulated, tok/s per GPU at | AR | EAGLE-3, K = 3 | DFlash, K = 3, 5, 9 | DFlash / AR | DFlash / EAGLE-3 |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for per_user in (200, 300, 400, 450, 500, 550, 600):
+        best = [per_gpu_at(frontier(found[name]), per_user) for name in names]
+        plain, eagle, dflash = best
+        ratios = ["" if other is None or dflash is None else f"{dflash / other:.3g}" for other in (plain, eagle)]
+        cells = ["not reached" if value is None else f"{value:.0f}" for value in best]
+        yield f"| {per_user} tok/s per user | {' | '.join([*cells, *ratios])} |"
 
 
 def _write(directory: Path, config: dict[str, object]) -> None:

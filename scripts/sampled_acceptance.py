@@ -22,12 +22,12 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
     parser.add_argument("num_rounds", type=int)
     parser.add_argument("temperatures", type=float, nargs="+")
-    parser.add_argument("--num-choices", type=int, help="of a draft, for drafters without a selector")
+    parser.add_argument("--draft-topk", type=int, help="top-k candidates per draft, for drafters without a selector")
     given = parser.parse_args()
-    if given.num_choices is not None:
-        draft._NUM_CHOICES = given.num_choices
+    if given.draft_topk is not None:
+        draft._DRAFT_TOPK = given.draft_topk
     prompts = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()]
-    with LLM(given.engine_dir, enable_prefix_caching=False) as llm:
+    with LLM(given.engine_dir, draft_length=7, enable_prefix_caching=False) as llm:
         for temperature in given.temperatures:
             for name, has_seed in (("with a seed", True), ("without", False)):
                 rounds = [_round(llm, prompts, temperature, index, has_seed) for index in range(given.num_rounds)]

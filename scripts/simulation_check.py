@@ -33,6 +33,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from dflash_trt.plan.machine_file import MachineFile
+from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
@@ -107,7 +108,7 @@ def machine() -> MachineFile:
 
 
 def load_of(engine: EngineDir, path: Path, concurrency: int, num_tokens: int) -> RequestLoad:
-    from dflash_trt.bench.lockstep import prompt_reader
+    from dflash_trt.bench.throughput import prompt_reader
 
     reader = prompt_reader(engine)
     prompts = [reader.read(json.loads(line)["prompt"]) for line in path.read_text().splitlines()]
@@ -155,8 +156,7 @@ def simulated(
         pretrained_config=manifest.pretrained_config,
         limits=manifest.build_config,
         num_pages=_KV_BYTES // (manifest.pretrained_config.states().bytes_per_token * manifest.build_config.page_size),
-        gpu=machine.gpu,
-        costs=machine.costs,
+        clock=StepClock(machine.gpu, machine.costs),
         drafter="DFlash" if drafts else "AR",
         num_draft_tokens=drafts,
         acceptance=acceptance if drafts else None,

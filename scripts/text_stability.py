@@ -38,7 +38,7 @@ def build(work: Path, dtype: str) -> Path:
 def texts(engine: Path, prompts: Sequence[str], samplings: Sequence[SamplingParams], run: int) -> list[str]:
     _, num_draft_tokens, is_at_once, chunk = RUNS[run]
     config = SchedulerConfig(enable_prefix_caching=False, max_prefill_tokens=chunk)
-    with LLM(engine, num_draft_tokens=num_draft_tokens, scheduler_config=config, kv_cache_bytes=1 << 30) as llm:
+    with LLM(engine, draft_length=num_draft_tokens, scheduler_config=config, kv_cache_bytes=1 << 30) as llm:
         if is_at_once:
             outputs = llm.generate(list(prompts), samplings)
         else:

@@ -3,23 +3,34 @@
 A pair has recipes when its family is read and the GPU backend refuses nothing of it: one for each GPU, H200 and B300,
 or one for both where they take as many ranks, the fewest that hold the weights and 16 requests of 8192 tokens. Steps
 of fewer tokens, whose activations take less, are for pairs that eight GPUs do not hold otherwise. Run it after a
-backend has learned something; tests/plan/test_recipe_plans.py finds what is missing.
+backend has learned something; tests/plan/test_recipe_plans.py finds what is missing. It also writes into every recipe,
+those written by hand too, which K its GPUs are planned to be fastest with.
 """
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from dflash_trt.checkpoint.specs import PairSpecs, read_specs
+from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.compile.description import describe_engine
-from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
-from dflash_trt.plan.gpus import Gpu
+from dflash_trt.plan.gpus import Gpu, gpu_of
+from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import plan_engine
+from dflash_trt.plan.step_costs import StepClock, assumed_costs
+from dflash_trt.recipes import Recipe, recipes
+from dflash_trt.simulation.acceptance import AcceptanceByPosition
+from dflash_trt.simulation.advice import Layout
+from dflash_trt.simulation.load import Lengths
 from scripts.pair_support import GPUS, RANKS, Form, described_pairs, forms_of, problems_of
+from scripts.published_shapes import write_config
 
 RECIPES = Path(__file__).resolve().parents[1] / "dflash_trt" / "recipes"
 MARK = "# From here on written by scripts/write_recipes.py."
@@ -41,6 +52,10 @@ _FORMATS = {
     "fp8_block": ("fp8", "fp8_block", "in FP8 as published (blocks of 128 x 128), its drafter in bfloat16"),
     "int4": ("int4", "int4", "with its experts in INT4 as published, all else in bfloat16"),
 }
+
+
+_ACCEPTED = 0.8
+_DRAFTS = f"# --draft-length by plan, where {_ACCEPTED:.0%} of drafts are accepted after an accepted one:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +122,7 @@ def _written(form: Form, gpus: tuple[Gpu, ...], config: BuildConfig, *, suffix: 
     devices = " or ".join(gpu.name.upper() for gpu in gpus)
     lines = [
         f"# {target} {words}, on {_NUMBERS[num_ranks]} {devices}.",
+        _draft_lengths(config, form.specs, gpus),
         f"target: {config.target}",
         f"drafter: {config.drafter}",
         f"dtype: {config.dtype}",
@@ -122,6 +138,33 @@ def _written(form: Form, gpus: tuple[Gpu, ...], config: BuildConfig, *, suffix: 
     return Written(name=name, text="\n".join(lines) + "\n", entry="\n".join(entry) + "\n")
 
 
+def _draft_lengths(config: BuildConfig, specs: PairSpecs, gpus: Iterable[Gpu]) -> str:
+    """A comment with K by requests on each GPU."""
+    found = []
+    for gpu in gpus:
+        made = plan_engine(config, specs, gpu)
+        layout = Layout(
+            made=made,
+            clock=StepClock(gpu, assumed_costs(gpu), [FittedKernels(gpu)]),
+            acceptance=AcceptanceByPosition(tuple(_ACCEPTED**i for i in range(1, made.build_config.max_draft_len + 1))),
+            lengths=Lengths(num_prompt_tokens=1024, num_output_tokens=256),
+            num_replicas=1,
+            format=None,
+        )
+        found.append(f"{lengths_text(layout.draft_lengths())} on {gpu.name.upper()}")
+    return f"{_DRAFTS} {'; '.join(dict.fromkeys(found))}."
+
+
+def _with_draft_lengths(recipe: Recipe, root: Path) -> str:
+    """The text of a recipe that is written by hand, with its comment anew."""
+    config = build_config_from(read_yaml(recipe.path), source=recipe.name)
+    specs = read_specs(*(write_config(root, name) for name in (config.target, str(config.drafter))))
+    lines = [line for line in recipe.path.read_text().splitlines() if not line.startswith(_DRAFTS)]
+    first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
+    lines.insert(first, _draft_lengths(config, specs, map(gpu_of, recipe.gpus)))
+    return "\n".join(lines) + "\n"
+
+
 def _weights_gib(form: Form, config: BuildConfig) -> float:
     described = describe_engine(config, form.specs, unsupported=lambda *_: [], subject="recipe", capability=None)
     by_model = rank_weight_bytes(described.pretrained_config).values()
@@ -134,9 +177,11 @@ def files() -> dict[Path, str]:
     table = RECIPES / "recipes.toml"
     by_hand = table.read_text().partition(MARK)[0].rstrip()
     entries = "\n".join(recipe.entry for recipe in made)
-    return {RECIPES / f"{recipe.name}.yaml": recipe.text for recipe in made} | {
-        table: f"{by_hand}\n\n{MARK}\n\n{entries}"
-    }
+    texts = {RECIPES / f"{recipe.name}.yaml": recipe.text for recipe in made}
+    with tempfile.TemporaryDirectory() as directory:
+        others = [recipe for recipe in recipes() if recipe.path not in texts and recipe.name != "demo"]
+        texts |= {recipe.path: _with_draft_lengths(recipe, Path(directory)) for recipe in others}
+    return texts | {table: f"{by_hand}\n\n{MARK}\n\n{entries}"}
 
 
 def main() -> int:

@@ -11,43 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
-from transformers.utils import logging as transformers_logging
 
 END_OF_TEXT_ID = 0
 MASK_ID = 1
@@ -77,23 +43,24 @@ Family = Literal[
     "qwen3_5_moe_text",
 ]
 
-_CLASSES: dict[Family, tuple[Any, Any]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "llama4_text": (Llama4TextConfig, Llama4ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
-    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+# Names of transformers, which imports a model when asked for it: all of them take 5 s.
+_CLASSES: dict[Family, tuple[str, str]] = {
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -225,7 +192,7 @@ def make_target(
         "pad_token_id": None,
     }
     fields |= _FAMILY_FIELDS[family] | overrides
-    config_class, model_class = _CLASSES[family]
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     model = model_class(config_class(**fields))
     choice_biases = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
     randomize(
@@ -234,7 +201,7 @@ def make_target(
         has_offset_norms="layer_types" in _FAMILY_FIELDS[family],
     )
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)
     if tokenizer:
         write_tokenizer(path)

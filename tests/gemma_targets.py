@@ -4,19 +4,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig
-from transformers.models.gemma4_unified import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
-from transformers.utils import logging as transformers_logging
 
 from tests.factories import randomize, read_json, write_json
 
 Gemma = Literal["gemma3_text", "gemma4_text", "gemma4_unified_text"]
 
-_CLASSES: dict[Gemma, tuple[Any, Any]] = {
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
-    "gemma4_unified_text": (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM),
+_CLASSES: dict[Gemma, tuple[str, str]] = {
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
 }
 _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -75,7 +73,7 @@ def make_gemma(path: Path, *, family: Gemma, seed: int = 0, vocab_size: int = 12
         "pad_token_id": None,
     }
     fields |= _FIELDS[family] | overrides
-    config_class, model_class = _CLASSES[family]
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[family])
     model = model_class(config_class(**fields))
     tensors = dict(model.named_parameters())
     scales = {name: tensor for name, tensor in model.named_buffers() if name.endswith("layer_scalar")}
@@ -87,7 +85,7 @@ def make_gemma(path: Path, *, family: Gemma, seed: int = 0, vocab_size: int = 12
         for name, tensor in tensors.items():
             if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "router.scale", "per_expert_scale")):
                 tensor.mul_(0.1 * tensor.shape[-1] ** 0.5).add_(1.0)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     return path
 

@@ -1,6 +1,6 @@
-"""The interface of a backend: it reports unsupported engines, compiles a rank's weights, and opens engines.
+"""The interface of a backend: it reports unsupported engines, compiles weights, and opens engines.
 
-Each is one object, found by name, which imports its modules only when it needs them.
+Each backend is one object, found by name, which imports its modules only when it needs them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
@@ -47,7 +46,7 @@ StepsCallback = Callable[[str, int, int], None]  # phase, steps done, steps in a
 
 
 class Compiler(Protocol):
-    """Compiles the weights of one rank after the other. The engine gets a copy of `plugin_library`, if any."""
+    """Compiles one rank's weights after another. The engine gets a copy of `plugin_library`, if any."""
 
     @property
     def plugin_library(self) -> Path | None: ...
@@ -79,7 +78,7 @@ class Backend(Protocol):
         ...
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
-        """Prove that what compiling takes is there, before any work. None: weights are all that an engine needs.
+        """Check the requirements of compiling before any work. Returns None if an engine needs only weights.
 
         Raises:
             BuildError: something is missing.
@@ -116,7 +115,7 @@ def backend_of(name: BackendName) -> Backend:
 
 def recurrent_problems(target: TargetSpec, draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
     """A problem for gated delta nets that are larger than the kernels are made for."""
-    nets = {layer.mixer for layer in target.layers if isinstance(layer.mixer, GatedDelta)}
+    nets = target.delta_nets
     sizes = {size for net in nets for size in (net.key_head_dim, net.value_head_dim)}
     for size in sorted(size for size in sizes if size > MAX_DELTA_HEAD_DIM):
         expected = f"at most {MAX_DELTA_HEAD_DIM} {where}"
@@ -149,7 +148,7 @@ def unsupported_formats(
     computes: Callable[[WeightFormat], bool],
     *,
     hint: str,
-    where: str = "",  # of the weights, and why: words for the message
+    where: str = "",  # place of the weights, and the reason, for the message
     why: str = "",
 ) -> Iterator[str]:
     """A problem for each weight format of an engine that a back end has no GEMM for."""

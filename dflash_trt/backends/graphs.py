@@ -20,7 +20,10 @@ _NOTHING: Final[Mapping[int, Enqueue]] = MappingProxyType({})
 
 
 class GraphCache:
-    """One step per key, whose parts are a graph each. A part must use the same memory in every call with its key."""
+    """One step per key, in parts of a graph each.
+
+    A part must use the same memory in every call with its key.
+    """
 
     def __init__(self, capture: Capture | None) -> None:
         self._capture = capture
@@ -38,7 +41,10 @@ class GraphCache:
             self._graphs[key] = [self._capture(part) for part in parts]
 
     def run(self, key: Hashable, *parts: Enqueue, replaced: Mapping[int, Enqueue] = _NOTHING) -> None:
-        """Replay the graphs of this key; without them, enqueue. Parts in `replaced`, by index, are enqueued anyway."""
+        """Replay the key's graphs, or enqueue without them.
+
+        Parts in `replaced`, by index, are enqueued instead.
+        """
         for index, part in enumerate(self._graphs.get(key, parts)):
             replaced.get(index, part)()
 
@@ -49,9 +55,9 @@ class GraphCache:
 
 
 class CudaCapture:
-    """A Capture on one stream. All graphs share one memory pool, since no two of them run at the same time.
+    """A Capture on one stream. All graphs share one memory pool, since no two run at the same time.
 
-    A tensor of one capture that is held during the next is not overwritten by it.
+    If a tensor of one capture is held during the next, that does not overwrite it.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -59,9 +65,9 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, enqueue: Enqueue) -> Enqueue:
-        """Unlike torch.cuda.graph, it leaves the allocator's cache alone, which steps without a graph need again.
+        """Unlike torch.cuda.graph, keep the allocator's cache, which steps without a graph need again.
 
-        But for memory that is short: the allocator gives nothing back during a capture.
+        The exception is short memory: the allocator returns nothing during a capture.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -78,7 +84,7 @@ class CudaCapture:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory of a GPU, which others may be given while this tensor lives: that of a graph."""
+    """The same GPU memory without ownership, so that it may be reused while this tensor lives: a graph's."""
     assert tensor.is_cuda and tensor.is_contiguous()
     content: Tensor = torch.as_tensor(_DeviceBytes(tensor.data_ptr(), tensor.nbytes), device=tensor.device)
     return content.view(tensor.dtype).view(tensor.shape)
@@ -95,9 +101,9 @@ class _DeviceBytes:
 
 @contextlib.contextmanager
 def waits_raise() -> Iterator[None]:
-    """Inside, PyTorch raises RuntimeError on operations of its own that would wait for the device: for measuring.
+    """Make PyTorch raise RuntimeError on its own operations that would wait for the device: for measuring.
 
-    It knows copies, `item` and synchronizing streams, and not events.
+    It covers copies, `item` and synchronizing streams, but not events.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

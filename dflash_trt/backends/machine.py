@@ -11,7 +11,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Without a GPU it is the host, and `capability` is None. `memory_bytes` is that of each device."""
+    """GPUs, or the host without one, which has no `capability`. `memory_bytes` is per device."""
 
     name: str
     memory_bytes: int

@@ -1,8 +1,7 @@
-"""The shapes that steps run in: a bucket of requests and of tokens, to which a batch is padded, or its own size.
+"""The shapes that steps run in: a bucket of requests and of tokens, or the batch's own size.
 
-One padding design for CUDA graphs and TensorRT's profiles: a padded step has as many requests as its bucket, and those
-that are none come last. For the GPU kernels they have no tokens at all, and the token rows are padded with rows of no
-request. TensorRT's plain layers need a verify block of every request: padding has one each, on a scratch page. Pure
+One padding design for CUDA graphs and TensorRT's profiles: a padded step has as many requests as its bucket, and
+padding requests come last. They have no tokens at all, and the token rows are padded with rows of no request. Pure
 arithmetic over batches and limits.
 """
 
@@ -26,9 +25,9 @@ _REQUEST_GRAINS: Final = ((2, 1), (16, 4), (64, 8), (1 << 31, 16))  # (number of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """Shape of a step. `is_decode`: verify blocks only. `has_graph`: of a bucket, to which steps are padded.
+    """Shape of a step. `is_decode`: verify blocks only. `has_graph`: a bucket, to which steps are padded.
 
-    `num_pages` is P; None: as many as a sequence may have.
+    `num_pages` is P; None means the most that a sequence may have.
     """
 
     num_requests: int
@@ -42,15 +41,15 @@ class StepShape:
     def width(self) -> int:
         return self.num_draft_tokens + 1
 
-    def sizes(self, *, max_pages: int, num_page_groups: int = 1, num_choices: int = 0) -> dict[Axis, int]:
-        """Of every axis of a step tensor."""
+    def sizes(self, *, max_pages: int, num_page_groups: int = 1, draft_topk: int = 0) -> dict[Axis, int]:
+        """Size of every axis of a step tensor."""
         return {
             "T": self.num_tokens,
             "R": self.num_requests,
             "R+1": self.num_requests + 1,
             "K": self.num_draft_tokens,
             "K+1": self.width,
-            "K*C": self.num_draft_tokens * num_choices,
+            "K*C": self.num_draft_tokens * draft_topk,
             "P": max_pages if self.num_pages is None else self.num_pages,
             "G": num_page_groups,
         }
@@ -80,7 +79,7 @@ def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
 
 
 def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape a plan runs in: that of the next bucket, its own size when that is large."""
+    """The shape that a plan runs in: the next bucket, or its own size if that is large."""
     num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
     bucket = bucket_of(num_requests, limits)
     if (plan.rows.num_tokens <= num_drafts + 1).all():
@@ -94,18 +93,11 @@ def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     )
 
 
-def full_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape of a plan where every request of a padded step has a verify block: one of `full_block_shapes` when
-    the plan consists of full blocks, else its own size.
-    """
-    if (plan.rows.num_tokens == plan.rows.num_draft_tokens + 1).all():
-        return _full_blocks(plan.rows.num_requests, plan.rows.num_draft_tokens, limits)
-    return exact_shape(plan)
-
-
 def verify_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape of a plan where padding needs no tokens: one of `full_block_shapes` for verify blocks, full or not,
-    when max_num_tokens has room for full ones, else its own size.
+    """The shape of a plan in an engine whose larger steps are not padded.
+
+    One of `full_block_shapes` for verify blocks, full or not, if max_num_tokens has room for full ones, else its own
+    size.
     """
     num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
     is_decode = bool((plan.rows.num_tokens <= num_drafts + 1).all())
@@ -136,11 +128,11 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
 def warm_shapes(
     limits: ExecutorLimits, draft_lens: Iterable[int], *, tile_edges: Iterable[int] = ()
 ) -> list[StepShape]:
-    """Shapes to run before serving, the largest first: then no step of these K, or of K = 0, captures or compiles.
+    """Shapes to run before serving, so that steps of these K and K = 0 neither capture nor compile.
 
-    Those with `has_graph` are to be captured: every bucket of verify blocks, and as many steps with a prefill chunk as
-    MAX_GRAPHS leaves. The others compile the kernels of the rest, those behind each of `tile_edges` included: numbers
-    of tokens up to which a kernel has one tile, and more tokens another.
+    The largest come first. Shapes with `has_graph` are to be captured: every bucket of verify blocks, and as many
+    steps with a prefill chunk as MAX_GRAPHS leaves. The others compile the remaining kernels, including one size after
+    each of `tile_edges`: numbers of tokens after which a kernel uses another tile.
     """
     lens = sorted({0, *(min(length, limits.max_draft_len) for length in draft_lens)}, reverse=True)
     captured = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
@@ -172,7 +164,7 @@ def _buckets(limits: ExecutorLimits) -> list[int]:
 
 
 def _full_blocks(num_requests: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape:
-    """Of the next bucket, or of as many requests as max_num_tokens has room for."""
+    """The next bucket, or as many requests as max_num_tokens has room for."""
     most = limits.max_num_tokens // (num_draft_tokens + 1)
     return decode_shape(min(bucket_of(num_requests, limits), most), num_draft_tokens)
 
@@ -180,8 +172,10 @@ def _full_blocks(num_requests: int, num_draft_tokens: int, limits: ExecutorLimit
 def prefill_kernel_shapes(
     limits: ExecutorLimits, num_draft_tokens: int, *, tile_edges: Iterable[int] = ()
 ) -> Iterator[StepShape]:
-    """Steps with a prefill chunk that together run every kernel: a kernel depends on the step's size by the capacity
-    for its requests, and by the tile of the chunk, which the shortest and the longest step have, or one at an edge.
+    """Steps with a prefill chunk that together run every kernel.
+
+    A kernel depends on the step's size through its request capacity and the chunk's tile; the shortest step, the
+    longest and the ones at tile edges cover the tiles.
     """
     capacities = {request_capacity(n): n for n in range(limits.max_batch_size, 0, -1)}
     for num_requests in capacities.values():
@@ -200,8 +194,9 @@ def prefill_kernel_shapes(
 
 
 def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape | None:
-    """With more rows than verify blocks could have, where a step may have so many: then prefill chunks get attention
-    tiles of their own. None: too long for a graph.
+    """More rows than verify blocks, if allowed, so that prefill chunks use attention tiles of their own.
+
+    None if too long for a graph.
     """
     max_tokens = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
     needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _MIN_TOKENS)

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
-DEFAULT_FREE_MEMORY_FRACTION: Final = 0.5  # of a CPU's free memory; other programs live there too
-GPU_FREE_MEMORY_FRACTION: Final = 0.8  # of what is free after loading; the rest is for activations of prefill steps
-TENSORRT_FREE_MEMORY_FRACTION: Final = 0.9  # of what is free beside the plan and its contexts with their activations
-SNAPSHOT_FRACTION: Final = 0.25  # of what slots and one sequence leave
+DEFAULT_FREE_MEMORY_FRACTION: Final = 0.5  # share of a CPU's free memory; other programs need memory, too
+# share of the memory free after loading; the rest is for activations of prefill steps
+GPU_FREE_MEMORY_FRACTION: Final = 0.8
+# share of the memory free besides the plan and its contexts with their activations
+TENSORRT_FREE_MEMORY_FRACTION: Final = 0.9
+SNAPSHOT_FRACTION: Final = 0.25  # share of the memory left by slots and one sequence
 
 
 class PagedEngine(Protocol):
@@ -48,9 +50,9 @@ class PagePlan:
     draft_bytes_per_token: int
     max_seq_len: int
     num_ranks: int = 1  # each with pages like these
-    slot_bytes: int = 0  # of recurrent states, of all slots
-    num_snapshots: int = 0  # of recurrent states, for prefixes
-    snapshot_bytes: int = 0  # of all of them
+    slot_bytes: int = 0  # recurrent states of all slots
+    num_snapshots: int = 0  # recurrent states, for prefixes
+    snapshot_bytes: int = 0  # all snapshots together
     page_windows: tuple[PageWindow, ...] = ()
     window_bytes_per_token: tuple[int, ...] = ()
     num_windows: int = 0  # requests whose windows fit
@@ -65,7 +67,7 @@ class PagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of the pages, without `slot_bytes` and `snapshot_bytes`."""
+        """Bytes of the pages, without `slot_bytes` and `snapshot_bytes`."""
         beside = self.bytes_per_token - sum(self.window_bytes_per_token)
         return self.num_tokens * beside + sum(self._window_bytes)
 
@@ -81,7 +83,7 @@ class PagePlan:
         return min(num_sequences, self.num_windows) if self.page_windows else num_sequences
 
     def agreed(self, smallest: Callable[[int], int]) -> PagePlan:
-        """What every rank has room for; `smallest` is the smallest of the ranks' numbers."""
+        """The plan that all ranks can hold; `smallest` is the minimum over ranks."""
         return replace(
             self,
             num_pages=smallest(self.num_pages),
@@ -116,14 +118,12 @@ def plan_engine_pages(
     *,
     free_bytes: Callable[[], int] | None = None,
     default_fraction: float = DEFAULT_FREE_MEMORY_FRACTION,
-    num_pools: int = 1,
     has_groups: bool = True,
 ) -> PagePlan:
     """The pages that each rank of an engine gets on this machine, from the K/V budget of `config`.
 
-    `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. `num_pools`
-    share the memory, each as large as the plan. Without `has_groups`, as in older TensorRT engines, layers with windows
-    keep all positions.
+    `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. Without
+    `has_groups`, as in older TensorRT engines, layers with windows keep all positions.
 
     Raises:
         CapacityError: the pages of one max_seq_len sequence do not fit.
@@ -142,7 +142,7 @@ def plan_engine_pages(
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        budget_bytes=budget_bytes // num_pools,
+        budget_bytes=budget_bytes,
         num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
         steps=step_sizes(build, has_drafter=config.use_drafter) if has_groups else None,
     )
@@ -153,7 +153,7 @@ def step_sizes(build: EngineLimits, *, has_drafter: bool = True) -> StepSizes:
 
 
 def plan_pages(
-    states: EngineStates,  # of one rank
+    states: EngineStates,  # one rank's
     *,
     num_ranks: int = 1,
     page_size: int,
@@ -163,8 +163,10 @@ def plan_pages(
     num_snapshots: int | None = 0,
     steps: StepSizes | None = None,
 ) -> PagePlan:
-    """`num_snapshots` None: of recurrent states as many as requests, in at most a share of what pages leave. With
-    `steps`, layers with windows have pages of their own.
+    """Plan pages for a budget. `num_snapshots` defaults to one per request, capped at SNAPSHOT_FRACTION.
+
+    The cap is a fraction of the memory left by slots and one sequence. With `steps`, layers with windows have pages of
+    their own.
 
     Raises CapacityError when the budget does not hold one sequence of max_seq_len.
     """
@@ -181,7 +183,7 @@ def plan_pages(
     left_bytes = budget_bytes - slot_bytes - snapshot_bytes
     if needed_bytes > left_bytes:
         smaller = "max_batch_size or max_seq_len" if slot_bytes else "max_seq_len"
-        beside = f" beside {slot_bytes + snapshot_bytes} bytes of recurrent state" if slot_bytes else ""
+        beside = f" in addition to {slot_bytes + snapshot_bytes} bytes of recurrent state" if slot_bytes else ""
         raise CapacityError.about(
             "K/V pages",
             expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes){beside}",

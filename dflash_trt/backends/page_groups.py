@@ -1,4 +1,4 @@
-"""Pages that sequences need of each page group: layers that keep all positions, and those that keep a window."""
+"""Pages of each page group that sequences need: layers that keep all positions, or a window."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dflash_trt.core.state_spec import EngineStates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
-    """What steps hold at most: a prompt's chunk needs pages of a window beside those that decoding needs."""
+    """Maximum sizes of steps: a prompt's chunk needs window pages in addition to decoding's."""
 
     max_num_tokens: int
     max_draft_len: int
@@ -18,7 +18,7 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class PageNeeds:
-    """Of one rank. Without `steps`, all layers are in one group."""
+    """Page needs of one rank. Without `steps`, all layers are in one group."""
 
     states: EngineStates
     page_size: int
@@ -32,12 +32,12 @@ class PageNeeds:
 
     @property
     def pages_per_sequence(self) -> int:
-        """Of the first group."""
+        """Pages per sequence in the first group."""
         return num_pages_for(self.max_seq_len, self.page_size)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of a page of the first group, which may have no layers."""
+        """Bytes of a page of the first group, which may have no layers."""
         return self.page_size * self.states.bytes_per_token_of(None, self.windows)
 
     @property
@@ -45,7 +45,7 @@ class PageNeeds:
         return tuple(self.states.bytes_per_token_of(window, self.windows) for window in self.windows)
 
     def window_pages(self, num_requests: int) -> tuple[int, ...]:
-        """Pages of each window for so many requests of any length, and for the chunks of one step."""
+        """Pages of each window for `num_requests` requests of any length, and for the chunks of one step."""
         if self.steps is None:
             return ()
         whole = num_pages_for(self._max_positions, self.page_size)
@@ -55,18 +55,20 @@ class PageNeeds:
         return tuple(min(num_requests * min(pages, whole) + chunks, most) for pages in of_one)
 
     def window_bytes(self, num_requests: int) -> int:
-        """Of these pages, and of a blank one."""
+        """Bytes of these pages and a blank one per window."""
         sizes = zip(self.window_pages(num_requests), self.window_bytes_per_token, strict=True)
         return sum(self.page_size * (num_pages + 1) * num_bytes for num_pages, num_bytes in sizes)
 
     def bytes_of(self, num_requests: int) -> int:
-        """Pages of so many sequences of max_seq_len, all groups together."""
+        """Pages of `num_requests` sequences of max_seq_len, in all groups."""
         return num_requests * self.pages_per_sequence * self.page_bytes + self.window_bytes(num_requests)
 
     def num_windows_in(self, budget_bytes: int) -> int:
-        """Requests whose windows get pages: as many as full sequences fit, or, because most are shorter, as half of the
-        budget holds, if that leaves the other layers what they would have in one group; at most max_batch_size. More,
-        for cached prefixes, where all else has what it can use.
+        """Requests whose windows get pages; at most max_batch_size.
+
+        As many as full sequences fit, or, because most are shorter, as many as half of the budget holds, if the other
+        layers then have what they would have in one group. More, for cached prefixes, if everything else has all it can
+        use.
         """
         most = range(self.max_batch_size + 1)
         num_pages = budget_bytes // (self.page_size * self.states.bytes_per_token)

@@ -25,7 +25,7 @@ class PageTables:
         return self._memory.unbind()
 
     def views(self, shape: StepShape) -> Tensor:  # int32 [G, R, P]
-        """Of a step of this shape; the same addresses every time."""
+        """Page tables of a step of this shape; the same addresses every time."""
         sizes = shape.sizes(max_pages=self._max_pages)
         rows, pages = sizes["R"], sizes["P"]
         return self._memory[:, : rows * pages].view(-1, rows, pages)

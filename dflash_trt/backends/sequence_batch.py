@@ -16,7 +16,7 @@ def sequence_batch(
     num_draft_tokens: int = 0,
     page_windows: Sequence[PageWindow] = (),
 ) -> StepBatch:
-    """One sequence, or a chunk of it. In groups with a window, page i of the sequence is i modulo their number."""
+    """One sequence or a chunk of it. In groups with a window, page i is i modulo their number of pages."""
     num_pages = num_pages_for(context_len + len(token_ids), page_size)
     firsts = [max(0, context_len - group.window + 1) // page_size for group in page_windows]
     request = ScheduledRequest(
@@ -35,7 +35,7 @@ def sequence_batch(
 
 
 def sequence_batches(token_ids: Sequence[int], limits: ExecutorLimits) -> Iterator[StepBatch]:
-    """The whole sequence, in chunks that the pages of every window hold beside the window itself."""
+    """The whole sequence, in chunks whose pages fit in addition to every window."""
     spare = [group.num_pages * limits.page_size - group.window - limits.page_size for group in limits.page_windows]
     size = max(1, min(spare, default=len(token_ids)))
     for start in range(0, len(token_ids), size):

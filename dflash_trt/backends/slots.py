@@ -29,31 +29,23 @@ class PlanInputs(SamplingColumns[Tensor]):
 
 
 class DeviceSlots:
-    """One slot for each request of the largest batch, and a last one for padding.
+    """One slot for each request of the largest batch, and a last one for padding."""
 
-    With a `scratch_page` that is padding's page of the first group, in groups with a window their blank page.
-    """
-
-    def __init__(
-        self, limits: ExecutorLimits, *, device: torch.device | None = None, scratch_page: int | None = None
-    ) -> None:
+    def __init__(self, limits: ExecutorLimits, *, device: torch.device | None = None) -> None:
         size = limits.max_batch_size + 1
         self.page_table = torch.zeros((size, limits.table_width), dtype=torch.int32, device=device)
         self._tables = self.page_table.view(size, limits.num_page_groups, limits.max_pages).transpose(0, 1)
-        if scratch_page is not None:  # entries without a page are never read, but may be gathered
-            for table, filler in zip(self._tables, _scratch_pages(limits, scratch_page), strict=True):
-                table.fill_(filler)
         self.token_ids = torch.zeros(
             (size, limits.max_draft_len + 1), dtype=torch.int32, device=device
         )  # bonus, drafts
-        num_choices = limits.max_draft_len * limits.num_choices
-        self.choices = torch.zeros((size, num_choices), dtype=torch.int32, device=device)
-        self.chances = torch.zeros((size, num_choices), dtype=torch.float32, device=device)
+        draft_topk = limits.max_draft_len * limits.draft_topk
+        self.draft_topk_ids = torch.zeros((size, draft_topk), dtype=torch.int32, device=device)
+        self.draft_topk_probs = torch.zeros((size, draft_topk), dtype=torch.float32, device=device)
         self.context_lens = torch.zeros(size, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.page_table, self.token_ids, self.choices, self.chances, self.context_lens
+        return self.page_table, self.token_ids, self.draft_topk_ids, self.draft_topk_probs, self.context_lens
 
     def update_pages(self, entries: Tensor, page_ids: Tensor) -> None:
         """Write page ids, int32 [D], to entries of the flat page table, int64 [D]."""
@@ -80,11 +72,11 @@ class DeviceSlots:
         inputs.positions.copy_((inputs.context_lens[rows] + index).masked_fill_(is_padding, 0))
         stored = self.token_ids[slots[rows], index.clamp(min=0, max=self.token_ids.shape[1] - 1)]
         torch.where(is_given[rows] | is_padding, plan.token_ids, stored, out=inputs.token_ids)
-        if inputs.choices is not None and inputs.chances is not None:
-            num_choices = inputs.choices.shape[1]
-            torch.index_select(self.choices[:, :num_choices], 0, slots, out=inputs.choices)
-            torch.index_select(self.chances[:, :num_choices], 0, slots, out=inputs.chances)
-            inputs.chances.masked_fill_(is_given[:, None], 0.0)  # drafts that the host gave were not drawn
+        if inputs.draft_topk_ids is not None and inputs.draft_topk_probs is not None:
+            draft_topk = inputs.draft_topk_ids.shape[1]
+            torch.index_select(self.draft_topk_ids[:, :draft_topk], 0, slots, out=inputs.draft_topk_ids)
+            torch.index_select(self.draft_topk_probs[:, :draft_topk], 0, slots, out=inputs.draft_topk_probs)
+            inputs.draft_topk_probs.masked_fill_(is_given[:, None], 0.0)  # the host's drafts were not sampled
 
     def store(
         self,
@@ -97,13 +89,8 @@ class DeviceSlots:
         self.token_ids[:, 0].index_copy_(0, slot_ids, bonus_tokens)
         if proposal is not None:
             self.token_ids[:, 1 : 1 + proposal.tokens.shape[1]].index_copy_(0, slot_ids, proposal.tokens)
-            if proposal.choices is not None and proposal.chances is not None:
-                num_choices = proposal.choices.shape[1]
-                self.choices[:, :num_choices].index_copy_(0, slot_ids, proposal.choices)
-                self.chances[:, :num_choices].index_copy_(0, slot_ids, proposal.chances)
+            if proposal.draft_topk_ids is not None and proposal.draft_topk_probs is not None:
+                draft_topk = proposal.draft_topk_ids.shape[1]
+                self.draft_topk_ids[:, :draft_topk].index_copy_(0, slot_ids, proposal.draft_topk_ids)
+                self.draft_topk_probs[:, :draft_topk].index_copy_(0, slot_ids, proposal.draft_topk_probs)
         self.context_lens.index_copy_(0, slot_ids, next_context_lens)
-
-
-def _scratch_pages(limits: ExecutorLimits, scratch_page: int) -> list[int]:
-    """Of every page group."""
-    return [scratch_page, *(group.blank_page for group in limits.page_windows)]

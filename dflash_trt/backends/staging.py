@@ -28,26 +28,19 @@ _NUM_HOST_BLOCKS: Final = 3
 
 
 class InputStaging:
-    """Plans on the host and on the device, the slots, and the inputs that are assembled from both.
+    """Plans on the host and on the device, the slots, and the inputs that are assembled from both."""
 
-    With a `scratch_page`, requests that pad a step have a verify block each on that page; without one they have no
-    tokens.
-    """
-
-    def __init__(self, limits: ExecutorLimits, device: torch.device, *, scratch_page: int | None = None) -> None:
+    def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
         self._limits = limits
         is_pinned = device.type == "cuda"
-        self._hosts = cycle([
-            _HostBlock(limits, device, pads_blocks=scratch_page is not None, is_pinned=is_pinned)
-            for _ in range(_NUM_HOST_BLOCKS)
-        ])  # fmt: skip
+        self._hosts = cycle([_HostBlock(limits, device, is_pinned=is_pinned) for _ in range(_NUM_HOST_BLOCKS)])
         self._host = next(self._hosts)
         assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
         self._plan = TensorBlock(PLAN_INPUTS, limits, device=device)
         self._assembled = TensorBlock(assembled, limits, device=device)
         self._entries = torch.zeros(self._host.entries.shape, dtype=torch.int64, device=device)
         self._page_ids = torch.zeros(self._host.page_ids.shape, dtype=torch.int32, device=device)
-        self.slots = DeviceSlots(limits, device=device, scratch_page=scratch_page)
+        self.slots = DeviceSlots(limits, device=device)
         self._uploaded: tuple[StepRows, int] | None = None  # and the number of requests that they were padded to
         self._is_new, self._num_updates = False, 0
 
@@ -99,7 +92,7 @@ class InputStaging:
         return bind_inputs(self._plan.views(shape), self._assembled.views(shape))
 
     def assemble(self, shape: StepShape, page_tables: Tensor | None = None) -> None:
-        """The first part of a step on the device: fill the inputs that depend on slots; see `DeviceSlots.assemble`."""
+        """First part of a step on the device: fill inputs that depend on slots; see `DeviceSlots.assemble`."""
         self.slots.assemble(self.plan_inputs(shape), self.inputs(shape), page_tables)
 
     def plan_inputs(self, shape: StepShape) -> PlanInputs:
@@ -116,8 +109,8 @@ class InputStaging:
 class _HostBlock:
     """One step's inputs on the host."""
 
-    def __init__(self, limits: ExecutorLimits, device: torch.device, *, pads_blocks: bool, is_pinned: bool) -> None:
-        self.packer = StepPacker(limits, pads_blocks=pads_blocks, is_pinned=is_pinned)
+    def __init__(self, limits: ExecutorLimits, device: torch.device, *, is_pinned: bool) -> None:
+        self.packer = StepPacker(limits, is_pinned=is_pinned)
         num_entries = limits.max_batch_size * limits.table_width
         self.entries = torch.zeros(num_entries, dtype=torch.int64, pin_memory=is_pinned)
         self.page_ids = torch.zeros(num_entries, dtype=torch.int32, pin_memory=is_pinned)
@@ -152,7 +145,7 @@ class ResultStaging:
         return self._device.nbytes
 
     def outputs(self, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:
-        """Where sampling writes, and where the drafts go, int32 [R, K]; the same addresses for every shape."""
+        """Destinations of sampling and of the drafts, int32 [R, K]; the same addresses for every shape."""
         return self._views(self._device, shape)
 
     def download(self, shape: StepShape, *, num_requests: int, has_drafts: bool) -> "StagedResult":
@@ -221,7 +214,10 @@ class StagedStep:
 
 
 def upload(values: Tensor, device: torch.device | None) -> Tensor:
-    """A copy on `device`, for which the host does not wait: PyTorch keeps its pinned block so long. None: a CPU."""
+    """A copy on `device` that the host does not wait for: PyTorch keeps its pinned block until then.
+
+    Returns `values` for a CPU (or None).
+    """
     if device is None or device.type != "cuda":
         return values
     return values.pin_memory().to(device, non_blocking=True)

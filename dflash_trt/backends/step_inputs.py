@@ -1,7 +1,7 @@
-"""A StepPlan as the input tensors of a step, and output tensors as a StepResult: the one place for both.
+"""Packs a StepPlan into a step's input tensors, and unpacks output tensors into a StepResult.
 
-The packer writes arrays into memory that is allocated once. It knows `PLAN_INPUTS` and no tensor's use; which shape a
-plan is padded to is `padding.py`'s business, and `slots.py` makes the step's own inputs of it.
+The packer writes arrays into memory that is allocated once. It knows `PLAN_INPUTS` and no tensor's use; `padding.py`
+decides the shape that a plan is padded to, and `slots.py` makes the step's own inputs from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class TensorBlock:
         self._limits = {
             "max_pages": limits.max_pages,
             "num_page_groups": limits.num_page_groups,
-            "num_choices": limits.num_choices,
+            "draft_topk": limits.draft_topk,
         }
         axes = largest_shape(limits).sizes(**self._limits)
         sizes = [num_bytes_of(tensor.dtype) * tensor.num_elements(axes) for tensor in tensors]
@@ -112,18 +112,16 @@ class TensorBlock:
 
 
 class StepPacker:
-    """Writes plans into `block`, whose tensors are those of the last one packed.
+    """Writes plans into `block`, whose tensors hold the last packed plan.
 
-    With `pads_blocks`, requests that pad a step have a verify block each; otherwise they have no tokens. Token rows
-    beyond those of the requests are of no request.
+    Padding requests have no tokens. Token rows after the requests' are of no request.
     """
 
-    def __init__(self, limits: ExecutorLimits, *, pads_blocks: bool = False, is_pinned: bool = False) -> None:
+    def __init__(self, limits: ExecutorLimits, *, is_pinned: bool = False) -> None:
         self.block = TensorBlock(PLAN_INPUTS, limits, is_pinned=is_pinned)
         self._columns = {name: flat.numpy() for name, flat in self.block.flat.items()}
         self._padding = {tensor.name: tensor.padding for tensor in PLAN_INPUTS}
         self._scratch_slot = limits.max_batch_size
-        self._pads_blocks = pads_blocks
         self._packed: StepRows | None = None
         self._num_requests = 0
 
@@ -133,15 +131,14 @@ class StepPacker:
             return
         self._packed, self._num_requests = rows, shape.num_requests
         num_requests, num_padding = shape.num_requests, shape.num_requests - rows.num_requests
-        block_len = shape.width if self._pads_blocks else 0
         counts, num_candidates, offsets = rows.num_tokens, rows.num_candidates, rows.token_offsets
         if num_padding:
-            counts = np.concatenate((counts, np.full(num_padding, block_len)))
-            num_candidates = np.concatenate((num_candidates, np.full(num_padding, max(0, block_len - 1))))
-            offsets = np.concatenate((offsets, offsets[-1] + block_len * np.arange(1, num_padding + 1)))
+            nothing = np.zeros(num_padding, counts.dtype)
+            counts, num_candidates = (np.concatenate((column, nothing)) for column in (counts, num_candidates))
+            offsets = np.concatenate((offsets, offsets[-1] + nothing))
         last = offsets[1:] - 1
         logit_rows = np.minimum((last - num_candidates)[:, None] + np.arange(shape.width), last[:, None])
-        if num_padding and not block_len:
+        if num_padding:
             logit_rows[rows.num_requests :] = 0
         self._write("slot_ids", rows.slot_ids, num_requests, padding=self._scratch_slot)
         self._write("token_rows", np.repeat(np.arange(num_requests), counts), shape.num_tokens, padding=num_requests)

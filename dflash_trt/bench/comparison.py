@@ -1,7 +1,7 @@
-"""How far one engine is from another of the same pair: what quantization costs, measured.
+"""Distance of an engine from another one of the same pair: the measured cost of quantization.
 
-The baseline's greedy texts are the yardstick: both targets are asked for their next-token distribution at every
-position of them. Arithmetic only; whoever calls brings the engines.
+The baseline's greedy texts are the yardstick: both targets compute their next-token distribution at every position of
+them. Arithmetic only; the caller brings the engines.
 """
 
 import math
@@ -19,7 +19,7 @@ LogitsOf = Callable[[Sequence[int]], NDArray[np.float32]]  # token ids [N] -> th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
-    """Of one engine's own generation. `acceptance_length` counts the bonus; None when no step verified a draft."""
+    """Acceptance in one engine's own texts, bonus included; None if no step verified a draft."""
 
     acceptance_length: float | None
     num_verify_steps: int

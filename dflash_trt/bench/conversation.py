@@ -1,4 +1,4 @@
-"""Conversations of a load test and the records of their requests. It knows no protocol and needs no HTTP client."""
+"""Conversations of a load test and records of their requests. Knows no protocol and no HTTP client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What a client asks: a prompt, or messages turn by turn, of which each comes after the answer to the one before.
+    """A client's request: a prompt, or messages turn by turn, each sent after the previous answer.
 
     `fields` are further fields of its requests.
     """
@@ -26,9 +26,9 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRecord:
-    """A request. Times are those of `time.perf_counter`; `content_s` are those of its events with text.
+    """A request. Times are from `time.perf_counter`; `content_s` are the times of its events with text.
 
-    `speculation` is `metrics.speculative_decoding` of the answer's root (vLLM's and aiperf's words), if there is one.
+    `speculation` is `metrics.speculative_decoding` of the answer's root (vLLM's and aiperf's words), if present.
     """
 
     category: str | None

@@ -1,4 +1,4 @@
-"""Cost of the host per step with an executor that costs nothing: planning, packing, reading, committing, delivering."""
+"""Host cost per step with a free executor: planning, packing, reading, committing, delivering."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure_host(
     is_chained: bool = True,
     num_ranks: int = 1,
 ) -> HostReport:
-    """Run `num_steps` steps of so many requests that decode, after their prompts and some steps to warm up.
+    """Run `num_steps` steps of `num_requests` decoding requests, after their prompts and warm-up steps.
 
     With several ranks this process is rank 0; the others are its workers, on devices of the same kind.
     """

@@ -1,6 +1,6 @@
-"""What clients saw of a load: percentiles of latencies, speeds, goodput, acceptance.
+"""Clients' view of a load: percentiles of latencies, speeds, goodput, acceptance.
 
-Definitions are those of `vllm bench serve` (vllm/benchmarks/serve.py, calculate_metrics) and of aiperf
+Definitions follow `vllm bench serve` (vllm/benchmarks/serve.py, calculate_metrics) and aiperf
 (docs/metrics-reference.md), whose words differ:
 
     here                      vLLM        aiperf
@@ -12,8 +12,8 @@ Definitions are those of `vllm bench serve` (vllm/benchmarks/serve.py, calculate
     tok_per_s_per_user        -           output_token_throughput_per_user: 1 / TPOT
     goodput                   the same    the same: requests per second within every limit
 
-Percentiles are interpolated linearly, as numpy does and both of them. Failed requests count in `num_errors` alone, and
-in the duration.
+Percentiles are interpolated linearly, as in numpy and both of them. Failed requests count only in `num_errors` and in
+the duration.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from dflash_trt.bench.request_load import Load, LoadRun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Percentiles:
-    """Of a latency in seconds, or of a speed."""
+    """Percentiles of a latency in seconds, or of a speed."""
 
     mean: float
     p50: float
@@ -38,7 +38,7 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a good request stays within; None is no limit. Seconds."""
+    """Limits of a good request, in seconds; None means no limit."""
 
     time_to_first_token_s: float | None = None
     time_per_output_token_s: float | None = None
@@ -47,7 +47,7 @@ class Limits:
     def __bool__(self) -> bool:
         return (self.time_to_first_token_s, self.time_per_output_token_s, self.end_to_end_s) != (None, None, None)
 
-    def hold(self, record: RequestRecord) -> bool:
+    def are_met_by(self, record: RequestRecord) -> bool:
         """A single token has no time per token, which is within every limit, as in vLLM."""
         found = (record.time_to_first_token_s, record.time_per_output_token_s or 0.0, record.end_to_end_s)
         limits = (self.time_to_first_token_s, self.time_per_output_token_s, self.end_to_end_s)
@@ -56,8 +56,9 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
-    """Of verify steps. `length` counts the bonus; `by_position[i]` is the part of the steps verifying draft i (from 0)
-    that accepted it.
+    """Acceptance over verify steps. `length` counts the bonus.
+
+    `by_position[i]` is the fraction of the steps verifying draft i (from 0) that accepted it.
     """
 
     num_verify_steps: int
@@ -67,7 +68,7 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """One load on one server, all its rounds together. `num_gpus` None: nobody said; speeds are then the server's."""
+    """One load on one server, over all rounds. With `num_gpus` None (unknown), speeds are per server."""
 
     server: str
     concurrency: int | None
@@ -101,7 +102,7 @@ def report_of(server: str, load: Load, runs: Sequence[LoadRun], *, num_gpus: int
     done = [record for record in records if record.error is None]
     errors = [record.error for record in records if record.error is not None]
     duration_s = sum(run.duration_s for run in runs)
-    num_good = sum(limits.hold(record) for record in done) if limits else None
+    num_good = sum(limits.are_met_by(record) for record in done) if limits else None
     output_tok_per_s = _per_s(sum(record.num_output_tokens for record in done), duration_s)
     per_token = [value for record in done if (value := record.time_per_output_token_s)]
     return LoadReport(

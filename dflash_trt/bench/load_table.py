@@ -36,7 +36,7 @@ def acceptance_lines(reports: Sequence[LoadReport]) -> list[str]:
 
 
 def flat_rows(reports: Sequence[LoadReport]) -> list[dict[str, Any]]:
-    """One row for each report, with the same columns: a percentile, a draft position or a category is a column."""
+    """One row per report, with the same columns: a percentile, a draft position or a category is a column."""
     rows = [_flat(report) for report in reports]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
@@ -78,7 +78,7 @@ def _flat(report: LoadReport) -> dict[str, Any]:
             row |= {"acceptance_length": value.length, "num_verify_steps": value.num_verify_steps}
             row |= {f"accepted_fraction_{i}": rate for i, rate in enumerate(value.by_position, start=1)}
         elif entry.name == "acceptance":
-            continue  # of a server that tells none
+            continue  # the server reports none
         elif entry.name == "acceptance_by_category":
             row |= {f"acceptance_length_{name}": found.length for name, found in value.items()}
         elif entry.name == "output_tok_per_s_by_round":

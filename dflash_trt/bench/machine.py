@@ -1,4 +1,4 @@
-"""Measure the machine at hand into a machine file: what bounds a step, and what a step costs beside that."""
+"""Measures this machine into a machine file: the bounds of a step, and the costs in addition to them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _host_costs(*, is_chained: bool) -> tuple[float, float]:
 
 
 def device_at_hand(device: str, num_threads: int | None) -> torch.device:
-    """`device` of RuntimeConfig, with so many threads of a CPU.
+    """The device of RuntimeConfig's `device`, with `num_threads` threads on a CPU.
 
     Raises:
         ConfigError: "cuda" without a GPU.

@@ -1,7 +1,7 @@
-"""What a step costs beside its matrix products, measured on small engines of random weights and fitted.
+"""Costs of a step besides matrix products, fitted to times of small engines with random weights.
 
-The engines are of other sizes than any that is served: rates of the machine are wanted, not of a model. Each step's
-time, less that of its products, is a sum of non-negative costs times what `plan.step_work` counts.
+The engines have other sizes than any that is served: the machine's rates are wanted, not a model's. Each step's time,
+minus its products', is a sum of non-negative costs times the counts of `plan.step_work`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Probe:
 
 
 def probe_times(device: torch.device, sizes: Sequence[ProbeSize]) -> list[ProbeTime]:
-    """Medians of rounds over all steps in turn, so that a slow moment is nobody's."""
+    """Medians of rounds over all steps in turn, so that a slow moment affects all equally."""
     times: list[ProbeTime] = []
     for size, has_drafter in itertools.product(sizes, (False, True)):
         engine = ProbeEngine(size, device, has_drafter=has_drafter)
@@ -222,7 +222,7 @@ def _steps(engine: ProbeEngine, *, has_drafter: bool) -> Iterator[Probe]:
     yield engine.step(num_requests=4, num_tokens=60, **chunk)
 
 
-COSTS: Final = {  # cost: what of `StepWork` it multiplies; None: 1
+COSTS: Final = {  # cost: the count of `StepWork` that it multiplies; None means 1
     "kv_s_per_byte": "kv_bytes",
     "mixing_s_per_flop": "mixing_flops",
     "activation_s_per_byte": "activation_bytes",
@@ -293,7 +293,7 @@ def probe_specs(size: ProbeSize) -> tuple[TargetSpec, DraftSpec]:
 def _random_tensors(
     target: TargetSpec, draft: DraftSpec, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Values that bfloat16 holds, as those of most checkpoints."""
+    """Random values that bfloat16 holds, as in most checkpoints."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, spec in engine_weights(target, draft, None).items():

@@ -1,4 +1,4 @@
-"""What the machine at hand can do at best: copies by working set, and matrix products by rows and by operands."""
+"""Peak rates of this machine: copies by working set, and matrix products by rows and operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_FP8: Final = (8, 9)
 def seconds_of(run: Callable[[], object], device: torch.device, *, num_times: int = _NUM_TIMES) -> float:
     """Median of some calls after one to warm up: CPU time of this thread, or time on the device.
 
-    On a CPU others do not count, whatever they do to caches and clocks; threads beside this one do not either.
+    On a CPU, other processes and threads do not count, whatever they do to caches and clocks.
     """
     run()
     times = []
@@ -84,7 +84,7 @@ class MatrixRates:
         return {rows: max(rate for smaller, rate in rates.items() if smaller <= rows) for rows in rates}
 
     def flops_per_s(self, rows: int) -> float:
-        """Of all layers on so many rows."""
+        """FLOPs per second of all layers on `rows` rows."""
         inputs = [
             torch.randn(rows, linear.weight.shape[1], dtype=self._dtype, device=self.device)  # type: ignore[union-attr]
             for linear in self._linears
@@ -98,7 +98,7 @@ class MatrixRates:
         return 2 * rows * self.num_elements / seconds_of(run, self.device)
 
     def peaks(self) -> dict[int, float]:
-        """The most by bits of the operands. A CPU computes in float32 here, a GPU also in FP8 where it has that."""
+        """Peak rate by bits of the operands. A CPU computes in float32 here, a GPU also in FP8 if it can."""
         if self.device.type == "cpu":
             return {32: max(self.by_rows().values())}
         size = 8192

@@ -1,6 +1,6 @@
-"""A client of an OpenAI server that times what it is sent: one streamed request at a time, and what came of it.
+"""A client of an OpenAI server: sends one streamed request at a time, records times and outcome.
 
-It knows the two endpoints and their events, and neither loads nor statistics.
+Knows the two endpoints and their events, but neither loads nor statistics.
 """
 
 import json
@@ -19,7 +19,7 @@ _DATA, _DONE = b"data:", b"[DONE]"
 
 
 class OpenAIClient:
-    """Sends requests for one model. `fields` are those of every request."""
+    """Sends requests for one model. `fields` go into every request."""
 
     def __init__(self, session: ClientSession, url: str, model: str, fields: Mapping[str, Any]) -> None:
         self._session = session
@@ -127,7 +127,7 @@ class _Answer:
         self.speculation = (event.get("metrics") or {}).get("speculative_decoding") or self.speculation
 
     def problem(self) -> str | None:
-        """Of a stream that ended without an error."""
+        """The defect of a stream that ended without an error; None if there is none."""
         if not self._has_ended:
             return "the stream ended without a finish_reason"
         if not self.content_s:

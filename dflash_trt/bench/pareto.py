@@ -40,14 +40,14 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def hull(curves: Mapping[str, Sequence[Point]]) -> list[Point]:
-    """The frontier of all configurations together: what somebody who may choose among them gets."""
+    """The frontier of all configurations together: the best choice at every speed."""
     return frontier([point for points in curves.values() for point in points])
 
 
 def per_gpu_at(points: Sequence[Point], per_user: float) -> float | None:
-    """tok/s per GPU while every user has at least `per_user` tok/s; None where no point is as fast for a user.
+    """tok/s per GPU while every user has at least `per_user` tok/s; None if no point is that fast.
 
-    Linear between the points of the frontier. Below the slowest, that one's: it serves users faster than asked.
+    Linear between the points of the frontier. Below the slowest point, its value: it serves users faster than asked.
     """
     known = frontier(points)
     if not known or per_user > known[-1].per_user:
@@ -66,7 +66,7 @@ def shared_interactivity(curves: Mapping[str, Sequence[Point]]) -> float | None:
 
 
 def ratios_at(curves: Mapping[str, Sequence[Point]], per_user: float) -> dict[str, float | None]:
-    """tok/s per GPU of each configuration over that of the first, while users have at least `per_user` tok/s."""
+    """tok/s per GPU of each configuration relative to the first, with at least `per_user` tok/s per user."""
     heights = {name: per_gpu_at(points, per_user) for name, points in curves.items()}
     first = next(iter(heights.values()))
     return {

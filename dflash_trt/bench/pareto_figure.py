@@ -1,34 +1,43 @@
 """The figure of tok/s per user against tok/s per GPU, as PNG or SVG, drawn by matplotlib.
 
-Both axes start at 0 and are linear. Each point carries its load: clients, or requests/s. The same figure gives the same
-SVG, byte for byte. matplotlib is imported where it draws, and nowhere else.
+Both axes start at 0 and are linear. It is made for a page of 700 pixels. Ends of curves and the best points carry their
+load, other points where there is room. What the caption has no room for is in the file's description. The same figure
+gives the same file, byte for byte. matplotlib is imported where it draws, and nowhere else.
 """
 
+import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.bench.label_places import MARKER_RADIUS, Box, Label, Place, Segment, place_labels
 from dflash_trt.bench.pareto import Point, hull, per_gpu_at, ratios_at
 from dflash_trt.core.errors import ConfigError
 
 ENDINGS = (".png", ".svg")
-_WIDTH, _PLOT_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.4, 4.8, 0.85, 0.25, 0.5, 0.65  # inches
-_LINE_HEIGHT, _CAPTION_COLUMNS, _DOTS_PER_INCH = 0.18, 130, 160
+_WIDTH, _PLOT_HEIGHT, _LEFT, _RIGHT, _TITLE, _BOTTOM = 7.3, 3.7, 0.72, 0.14, 0.36, 0.5  # inches
+_LEGEND_ROW, _LEGEND_KEY, _LEGEND_CHARACTER = 0.165, 0.5, 0.068
+_CAPTION_LINE, _CAPTION_COLUMNS, _CAPTION_LINES = 0.137, 132, 9
+_DOTS_PER_INCH = 200
+_POINT = 72 / _DOTS_PER_INCH
+_LABEL_PAD = 0.8  # points around a label, as other viewers have other fonts
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
-_MARKERS = ("o", "s", "^", "D")  # for readers who do not see the colours
-_HULL, _GRID, _CAPTION = "#9a9a9a", "#e6e6e6", "#333333"
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # for readers who do not see the colours
+_FRONTIER = "Pareto frontier"
+_HULL, _GRID, _GREY, _CAPTION = "#bdbdbd", "#ebebeb", "#777777", "#444444"
 # Text stays text, and ids of SVG elements do not change from run to run.
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "dflash-trt", "font.size": 9.5}
+_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "dflash-trt", "font.size": 9, "axes.linewidth": 0.7}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """`unit` is what speeds are per: GPU, or server. `caption` are paragraphs; each starts a line.
+    """`unit` is what speeds are per: GPU, or server. `interactivity` are speeds per user, in tok/s, to compare at.
 
-    `interactivity` are speeds per user, in tok/s, at which the curves are compared with the first.
+    `caption` are paragraphs, the longest last: it is cut where there is no room. `details` are in the description only.
     """
 
     title: str
@@ -36,6 +45,13 @@ class Figure:
     unit: str
     caption: tuple[str, ...]
     interactivity: tuple[float, ...] = ()
+    label_meaning: str = "clients, or requests/s"
+    details: tuple[str, ...] = ()
+
+    def paragraphs(self) -> tuple[str, ...]:
+        speeds = self.interactivity if self.curves else ()
+        ratios = " ".join(ratio_text(self.curves, per_user) for per_user in speeds)
+        return tuple(filter(None, (f"Next to points: {self.label_meaning}.", ratios, *self.caption)))
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -43,15 +59,16 @@ def draw(figure: Figure, path: Path) -> None:
     check_figure(path)
     import matplotlib as mpl  # type: ignore[import-not-found, unused-ignore]
 
+    # Neither a date nor a version: a stored figure changes with its numbers alone.
+    absent = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    description = "\n".join((*figure.paragraphs(), *figure.details))
     with mpl.rc_context(_SETTINGS):
-        canvas = _canvas(figure)
-        # Neither a date nor a version: a stored figure changes with its numbers alone.
-        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-        canvas.savefig(path, dpi=_DOTS_PER_INCH, metadata=metadata)
+        metadata = absent | {"Title": figure.title, "Description": description}
+        canvas_of(figure).savefig(path, dpi=_DOTS_PER_INCH, metadata=metadata)
 
 
 def check_figure(path: Path) -> None:
-    """Raises ConfigError for an ending that is not drawn, and without matplotlib: before minutes of measurement."""
+    """Raise ConfigError for a bad file ending or without matplotlib, before minutes of measurement."""
     if path.suffix not in ENDINGS:
         raise ConfigError.about("figure", expected=f"a name that ends with {' or '.join(ENDINGS)}", found=path.name)
     if find_spec("matplotlib") is None:
@@ -63,83 +80,190 @@ def ratio_text(curves: Mapping[str, Sequence[Point]], per_user: float) -> str:
     """A sentence that compares the configurations at a speed per user."""
     first = next(iter(curves))
     ratios = ratios_at(curves, per_user)
-    words = [f"{name} {ratio:.2f}x" for name, ratio in ratios.items() if ratio is not None and name != first]
+    words = [f"{name} {_ratio(ratio)}" for name, ratio in ratios.items() if ratio is not None and name != first]
     missing = [name for name, points in curves.items() if per_gpu_at(points, per_user) is None]
-    text = f"At {per_user:.4g} tok/s per user, throughput relative to {first}: {'; '.join(words) or 'none to compare'}."
+    speed = f"{float(f'{per_user:.3g}'):g}"
+    text = f"At {speed} tok/s per user, throughput relative to {first}: {'; '.join(words) or 'none to compare'}."
     return text + (f" Not as fast at any load: {'; '.join(missing)}." if missing else "")
 
 
-def _canvas(figure: Figure) -> Any:
-    """The matplotlib figure: plot above, caption below, with room for as many lines as it has."""
+def _ratio(ratio: float) -> str:
+    """Two digits, as runs differ by more than the third."""
+    rounded = float(f"{ratio:.2g}")
+    return f"{rounded:.1f}x" if 1 <= rounded < 10 else f"{rounded:g}x"
+
+
+def canvas_of(figure: Figure) -> Any:
+    """The matplotlib figure: title, legend, plot and caption, one below the other."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
     from matplotlib.figure import Figure as Canvas  # type: ignore[import-not-found, unused-ignore]
 
     lines = _caption_lines(figure)
-    below = _BOTTOM + _LINE_HEIGHT * (len(lines) + 0.5)
-    height = _TOP + _PLOT_HEIGHT + below
-    canvas = Canvas(figsize=(_WIDTH, height))
+    num_rows = _legend_rows(list(figure.curves) + [_FRONTIER] * _has_frontier(figure))
+    above = _TITLE + _LEGEND_ROW * num_rows
+    below = _BOTTOM + _CAPTION_LINE * (len(lines) + 0.7)
+    height = above + _PLOT_HEIGHT + below
+    canvas = Canvas(figsize=(_WIDTH, height), dpi=_DOTS_PER_INCH)
+    FigureCanvasAgg(canvas)
     box = (_LEFT / _WIDTH, below / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, _PLOT_HEIGHT / height)
     axes = canvas.add_axes(box)
     _draw_curves(axes, figure)
     _draw_frame(axes, figure)
-    top = (below - _BOTTOM) / height
+    if figure.curves:
+        _draw_legend(axes, num_rows)
+    _draw_labels(axes, figure)
     # Dollar signs of a command are no formulas.
-    style = {"va": "top", "fontsize": 8.5, "color": _CAPTION, "linespacing": 1.45, "parse_math": False}
-    canvas.text(0.02, top, "\n".join(lines), **style)
+    style = {"va": "top", "parse_math": False}
+    canvas.text(_LEFT / _WIDTH, 1 - 0.08 / height, figure.title, fontsize=10.5, fontweight="bold", **style)
+    style |= {"fontsize": 7.5, "color": _CAPTION, "linespacing": 1.35, "gid": "caption"}
+    canvas.text(0.01, (below - _BOTTOM) / height, "\n".join(lines), **style)
     return canvas
 
 
 def _caption_lines(figure: Figure) -> list[str]:
-    ratios = [ratio_text(figure.curves, per_user) for per_user in figure.interactivity] if figure.curves else []
-    texts = ("Numbers beside points: clients, or requests/s.", *ratios, *figure.caption)
-    return [line for text in texts for line in textwrap.wrap(text, _CAPTION_COLUMNS)]
+    lines = [
+        line for text in figure.paragraphs() for line in textwrap.wrap(text, _CAPTION_COLUMNS, break_on_hyphens=False)
+    ]
+    if len(lines) <= _CAPTION_LINES:
+        return lines
+    end = " ... (in full in the description of this file)"
+    kept = lines[:_CAPTION_LINES]
+    return [*kept[:-1], textwrap.shorten(kept[-1], _CAPTION_COLUMNS - len(end), placeholder="") + end]
 
 
 def _draw_curves(axes: Any, figure: Figure) -> None:
-    """The hull lies below all curves, so that they stay readable where they are it."""
-    outline = hull(figure.curves)
-    # Labels of the curve that is most of the hull stand outside of it, those of the others inside of their own.
-    outer = max(figure.curves.values(), key=lambda points: sum(point in outline for point in points), default=())
+    """The frontier lies below all curves, and is left out where it is one of them."""
     for index, (name, points) in enumerate(figure.curves.items()):
-        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        colour, marker = _style(index)
         x, y = [point.per_user for point in points], [point.per_gpu for point in points]
-        axes.plot(x, y, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name, gid=f"curve-{index}")
-        offset, anchor = ((6, 5), "left") if points is outer else ((-6, -12), "right")
-        for point in points:
-            _note(axes, point.label, (point.per_user, point.per_gpu), offset=offset, ha=anchor, color=colour)
-    x, y = [point.per_user for point in outline], [point.per_gpu for point in outline]
-    axes.plot(x, y, color=_HULL, linewidth=7, alpha=0.45, zorder=1, label="hull of all", gid="hull")
+        style = {"markersize": 2 * MARKER_RADIUS - 1, "linewidth": 1.5, "gid": f"curve-{index}"}
+        axes.plot(x, y, color=colour, marker=marker, label=name, **style)
+    if _has_frontier(figure):
+        outline = hull(figure.curves)
+        x, y = [point.per_user for point in outline], [point.per_gpu for point in outline]
+        axes.plot(x, y, color=_HULL, linewidth=5, alpha=0.6, zorder=1, label=_FRONTIER, gid="hull")
     for per_user in figure.interactivity if figure.curves else ():
-        _draw_ratios(axes, figure, per_user)
+        axes.axvline(per_user, color=_GREY, linestyle=(0, (1.5, 3)), linewidth=0.9, zorder=1)
 
 
-def _draw_ratios(axes: Any, figure: Figure, per_user: float) -> None:
-    """A vertical line at that speed per user, and the ratios where it meets the curves."""
-    axes.axvline(per_user, color="#555555", linestyle=(0, (2, 4)), linewidth=1, zorder=1)
-    first = next(iter(figure.curves))
-    for name, ratio in ratios_at(figure.curves, per_user).items():
-        height = per_gpu_at(figure.curves[name], per_user)
-        if name != first and ratio is not None and height is not None:
-            _note(axes, f"{ratio:.2f}x", (per_user, height), offset=(5, 8), fontweight="bold", color=_CAPTION)
+def _has_frontier(figure: Figure) -> bool:
+    return hull(figure.curves) not in [[], *map(list, figure.curves.values())]
 
 
-def _note(axes: Any, text: str, place: tuple[float, float], *, offset: tuple[int, int], **style: Any) -> None:
-    """`offset` is in points from the place."""
-    axes.annotate(text, place, xytext=offset, textcoords="offset points", fontsize=8.5, parse_math=False, **style)
+def _style(index: int) -> tuple[str, str]:
+    return _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
 
 
 def _draw_frame(axes: Any, figure: Figure) -> None:
-    """Axes, title and legend. The legend is at the upper right, which few curves reach: seldom is a configuration best
-    for both users and machine. Where one is, the legend goes to the corner or side that covers least.
-    """
     points = [point for points in figure.curves.values() for point in points]
-    axes.set_xlim(0, 1.16 * max((point.per_user for point in points), default=1.0))
-    axes.set_ylim(0, 1.08 * max((point.per_gpu for point in points), default=1.0))
-    axes.set_title(figure.title, loc="left", fontsize=12.5, fontweight="bold", parse_math=False)
-    axes.set_xlabel("interactivity: output tok/s per user (median over requests of 1 / TPOT)")
-    axes.set_ylabel(f"throughput: output tok/s per {figure.unit}")
-    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_xlim(0, 1.1 * max((point.per_user for point in points), default=1.0))
+    axes.set_ylim(0, 1.1 * max((point.per_gpu for point in points), default=1.0))
+    axes.set_xlabel("Interactivity (output tok/s per user, median over requests of 1 / TPOT)")
+    axes.set_ylabel(f"Throughput (output tok/s per {figure.unit})")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,g}")
+    axes.tick_params(labelsize=8, width=0.7, length=3)
+    axes.grid(color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="#cccccc")
-    for text in legend.get_texts():
+
+
+def _draw_legend(axes: Any, num_rows: int) -> None:
+    """Between title and plot, where no curve can be."""
+    handles, names = axes.get_legend_handles_labels()
+    where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "borderpad": 0}
+    spacing = {
+        "handlelength": 1.9,
+        "columnspacing": 1.5,
+        "labelspacing": 0.3,
+        "ncols": math.ceil(len(names) / num_rows),
+    }
+    for text in axes.legend(handles, names, **where, **spacing, fontsize=8.5, frameon=False).get_texts():
         text.set_parse_math(False)
+
+
+def _legend_rows(names: Sequence[str]) -> int:
+    """The fewest in which the names fit over the plot; matplotlib fills them column by column."""
+    for num_rows in range(1, len(names)):
+        columns = [names[start : start + num_rows] for start in range(0, len(names), num_rows)]
+        width = sum(_LEGEND_KEY + _LEGEND_CHARACTER * max(map(len, column)) for column in columns)
+        if width < _WIDTH - _LEFT - _RIGHT:
+            return num_rows
+    return len(names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Note:
+    """The label of a point, or a ratio where a curve has a compared speed. Low ranks are placed first."""
+
+    point: Point
+    curve: int
+    rank: int  # 0: ends of curves and best points; 1: ratios; these are required. 2: on the frontier; 3: others
+    is_best: bool  # on the frontier: no curve is above it
+
+
+def _draw_labels(axes: Any, figure: Figure) -> None:
+    """Each where `place_labels` puts it, from the sizes that the texts have when drawn."""
+    to_points = axes.transData.transform
+    curves = [
+        [tuple(_POINT * to_points((point.per_user, point.per_gpu))) for point in points]
+        for points in figure.curves.values()
+    ]
+    lines = [Segment(*a, *b) for curve in curves for a, b in pairwise(curve)]
+    frame = Box(*(_POINT * axes.bbox.extents))
+    notes = sorted(_notes(figure), key=lambda note: note.rank)
+    texts = [_draw_note(axes, note) for note in notes]
+    labels = [_label(axes, note, text) for note, text in zip(notes, texts, strict=True)]
+    rings = [(label.x, label.y) for label, note in zip(labels, notes, strict=True) if note.rank == 1]
+    places = place_labels(labels, [*rings, *(place for curve in curves for place in curve)], lines, frame)
+    for text, label, place in zip(texts, labels, places, strict=True):
+        if place is None:
+            text.remove()
+        else:
+            _move(axes, text, label, place)
+
+
+def _notes(figure: Figure) -> Iterator[_Note]:
+    outline, compared = hull(figure.curves), figure.interactivity if figure.curves else ()
+    for per_user in compared:
+        heights = [per_gpu_at(points, per_user) for points in figure.curves.values()]
+        for curve, (ratio, height) in enumerate(zip(ratios_at(figure.curves, per_user).values(), heights, strict=True)):
+            if curve > 0 and ratio is not None and height is not None:
+                point = Point(per_user=per_user, per_gpu=height, label=_ratio(ratio))
+                yield _Note(point=point, curve=curve, rank=1, is_best=height == max(filter(None, heights)))
+    best = [next((point for point in outline if point.per_user >= per_user), None) for per_user in compared]
+    for curve, points in enumerate(figure.curves.values()):
+        for point in filter(lambda point: point.label, points):
+            is_best, is_required = point in outline, point in (points[0], points[-1], *best)
+            yield _Note(point=point, curve=curve, rank=0 if is_required else 2 if is_best else 3, is_best=is_best)
+
+
+def _draw_note(axes: Any, note: _Note) -> Any:
+    """The text, still on its point; a ratio also has a ring on its curve."""
+    colour, _ = _style(note.curve)
+    style: dict[str, Any] = {"color": colour, "va": "bottom", "textcoords": "offset points", "parse_math": False}
+    style |= {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.2}}
+    place = (note.point.per_user, note.point.per_gpu)
+    if note.rank == 1:
+        ring = {"marker": "o", "markersize": 3.5, "markerfacecolor": "white", "markeredgewidth": 0.9}
+        axes.plot(*([value] for value in place), color=colour, **ring)
+        return axes.annotate(note.point.label, place, xytext=(0, 0), fontsize=8.5, fontweight="bold", **style)
+    return axes.annotate(note.point.label, place, xytext=(0, 0), fontsize=7.5, **style)
+
+
+def _label(axes: Any, note: _Note, text: Any) -> Label:
+    x, y = _POINT * axes.transData.transform((note.point.per_user, note.point.per_gpu))
+    size = text.get_window_extent(axes.figure.canvas.get_renderer())
+    width, height = (2 * _LABEL_PAD + _POINT * side for side in (size.width, size.height))
+    return Label(x=x, y=y, width=width, height=height, is_required=note.rank < 2, is_above=note.is_best)
+
+
+def _move(axes: Any, text: Any, label: Label, place: Place) -> None:
+    box = place.box
+    anchor = {-1: box.right - _LABEL_PAD, 0: (box.left + box.right) / 2, 1: box.left + _LABEL_PAD}[place.side]
+    text.set_horizontalalignment({-1: "right", 0: "center", 1: "left"}[place.side])
+    text.set_position((anchor - label.x, box.bottom + _LABEL_PAD - label.y))
+    if place.leader is not None:
+        end = (place.leader.x1 - label.x, place.leader.y1 - label.y)
+        line = {"arrowstyle": "-", "linewidth": 0.5, "color": text.get_color(), "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", text.xy, xytext=end, textcoords="offset points", arrowprops=line)

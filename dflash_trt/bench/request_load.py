@@ -1,4 +1,4 @@
-"""Loads on a server: so many clients that wait for their answers, or arrivals at a rate whatever the server does."""
+"""Loads on a server: closed-loop (N clients) or open-loop (Poisson arrivals)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAG_PERIOD_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Either a closed load of `concurrency` clients, or Poisson arrivals of conversations at `request_rate_per_s`."""
+    """Either a closed loop of `concurrency` clients, or Poisson arrivals at `request_rate_per_s`."""
 
     num_conversations: int
     concurrency: int | None = None
@@ -37,7 +37,7 @@ def counted_clients(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRun:
-    """A load that was sent. `max_client_lag_s` is how late this process was at most for an event of its own."""
+    """A load that was sent. `max_client_lag_s` is this process's largest delay for an event of its own."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float
@@ -45,7 +45,7 @@ class LoadRun:
 
 
 async def run_load(client: OpenAIClient, conversations: Sequence[Conversation], load: Load, *, seed: int) -> LoadRun:
-    """Conversations in turn, from the first, until the load has had its number. `seed` is that of the arrivals.
+    """Send `num_conversations` conversations, from the first on. `seed` is the seed of the arrivals.
 
     The duration is from the first request to the last token, as in aiperf.
     """
@@ -67,7 +67,7 @@ async def run_load(client: OpenAIClient, conversations: Sequence[Conversation], 
 
 
 async def _one_client(client: OpenAIClient, work: Iterator[Conversation]) -> list[RequestRecord]:
-    """The next conversation that nobody has, each when the one before has ended."""
+    """Take the next unclaimed conversation when the previous one ends."""
     records: list[RequestRecord] = []
     for conversation in work:
         records += await client.ask(conversation)

@@ -1,4 +1,4 @@
-"""The floor of a step beside the speed that was measured, and the fraction of it that was reached."""
+"""The floor of a step next to the measured speed, and the fraction of it that was reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.opening import checked_draft_length, max_draft_len
+from dflash_trt.executor.opening import max_draft_len
 from dflash_trt.plan.machine_file import MachineFile
 from dflash_trt.plan.step_floor import Step, floor_of
 from dflash_trt.plan.step_work import EngineWork
@@ -16,11 +16,11 @@ from dflash_trt.plan.step_work import EngineWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """At one point: a step of so many requests that decode with so many tokens of context.
+    """The roofline at one point: a step of `num_requests` decoding requests with `context_len` tokens.
 
-    `floor_tok_per_s` is what steps at their floor would give, `reached_fraction` the measured part of it: prompts, the
-    host and everything but the floor's bytes and FLOPs are what is missing. `is_least_k`: K changed from step to step,
-    and the floor is that of the least K that gives so many tokens a step.
+    `floor_tok_per_s` is the speed of steps at their floor, `reached_fraction` the measured fraction of it: prompts, the
+    host and everything besides the floor's bytes and FLOPs are missing. `is_least_k`: K changed from step to step, and
+    the floor is for the smallest K that can give as many tokens a step.
     """
 
     label: str
@@ -58,9 +58,9 @@ class Roofs:
         """K of the steps under these settings; None where it is not one number."""
         if not config.use_drafter:
             return 0
-        if config.adaptive_draft_length or config.draft_length or config.draft_length_by_context:
-            return None
-        return checked_draft_length(config.num_draft_tokens, self._max_draft_len)
+        if config.draft_length is None:
+            return None if self._max_draft_len else 0
+        return None if config.adaptive_draft_length or len(config.draft_length) > 1 else config.max_draft_tokens
 
     def beside(
         self,
@@ -72,9 +72,9 @@ class Roofs:
         num_draft_tokens: int | None = None,
         label: str = "",
     ) -> Roofline:
-        """Beside the `tok_per_s` of all requests. With K = 0 the drafter takes no part.
+        """Roofline for the `tok_per_s` of all requests. With K = 0 the drafter takes no part.
 
-        Where K is not one number, it is the least that so many tokens per verify step need.
+        If K is not one number, it is the smallest that the tokens per verify step need.
         """
         length = acceptance_length or 1.0
         drafts = math.ceil(length) - 1 if num_draft_tokens is None else num_draft_tokens

@@ -1,4 +1,4 @@
-"""Servers side by side under the same loads, in alternating rounds: how `dflash-trt bench serve` measures."""
+"""Compares servers under the same loads, in alternating rounds: the core of `dflash-trt bench serve`."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class LoadError(DFlashError):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A server by name. `open` starts it, or finds it running, and gives its URL. `model` None is its first one."""
+    """A server by name. `open` starts or finds it and gives its URL. `model` None is the server's first."""
 
     name: str
     open: Callable[[], AbstractContextManager[str]]
@@ -39,9 +39,9 @@ def sweep_servers(
     num_rounds: int,
     progress: Callable[[str], None],
 ) -> list[LoadReport]:
-    """Send every load to every side, `num_rounds` times each; `fields` are those of every request.
+    """Send every load to every side, `num_rounds` times each; `fields` go into every request.
 
-    A side is opened for its turn of a round alone, and warmed up with requests that are not counted. Every round of
+    A side is opened only for its turn of a round, and warmed up with requests that are not counted. Every round of
     every side sends the same conversations, with the same arrivals.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compatibility of a drafter with a target: mismatches that would otherwise only show as low acceptance."""
+"""Compatibility of a drafter and a target: catches mismatches that otherwise only lower acceptance."""
 
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec

@@ -35,7 +35,7 @@ def with_overrides(
 
 
 def _place(fields: Fields, name: str) -> tuple[str | None, str]:
-    """The key's section (None: the top level) and its name there."""
+    """The key's section, None for the top level, and its name there."""
     section, dot, key = name.partition(".")
     if dot and section in _SECTIONS:
         return section, key

@@ -34,7 +34,7 @@ def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str
 
 
 class ConfigReader:
-    """Reads one JSON object key by key, and knows which keys were read. `notes` get what was assumed for absent keys.
+    """Reads a JSON object key by key and tracks which keys were read. `notes` get defaults of absent keys.
 
     A wrong or missing value appends to `problems` and gives a valid placeholder, so that one pass finds every problem.
     The caller must not use the values once `problems` has grown. A null counts as absent.
@@ -98,7 +98,7 @@ class ConfigReader:
         return 1.0
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Refuse a null for what is on by default: transformers takes it for false, and an absent key for true."""
+        """Read a flag. Where the default is true, refuse null: transformers reads null as false."""
         value = self.optional_flag(name)
         if value is None and default and self.is_given(name):
             self.refuse(name, expected="true or false", hint="Remove the key for true.")

@@ -1,4 +1,4 @@
-"""The part of a config.json that targets and drafters share, with Hugging Face's keys: sizes, layer types, RoPE."""
+"""The keys that config.json files of targets and drafters share: sizes, layer types, RoPE."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ def read_rope(
     has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
     if has_both and reader.value("rope_parameters") != reader.value("rope_scaling"):
         hint = "Remove the one that the checkpoint was not trained with."
-        reader.refuse("rope_scaling", expected="no such key beside rope_parameters", hint=hint)
+        reader.refuse("rope_scaling", expected="no such key besides rope_parameters", hint=hint)
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
     section = reader.optional_section(name) or reader.nested(name, default_scaling or {})
     section.ignore(ignored)

@@ -27,8 +27,9 @@ def parse_draft(
 ) -> DraftSpec | None:
     """Read the spec of the drafter in `directory`; None if `problems` has grown.
 
-    `tensor_names` are those of its checkpoint: Speculators' config does not say if the drafter has its own embedding.
-    `notes` get the resolved ambiguities and the `overrides`. `num_target_layers` is that of the target at hand.
+    `tensor_names` are the names in its checkpoint: Speculators' config does not say if the drafter has its own
+    embedding. `notes` get the resolved ambiguities and the `overrides`. `num_target_layers` is the given target's
+    number of layers.
     """
     num_problems = len(problems)
     _refuse_extra_files(directory, problems)

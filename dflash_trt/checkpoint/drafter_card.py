@@ -1,6 +1,6 @@
-"""Chat template options in a drafter's model card (README.md): those of its examples in Python.
+"""Chat template options in a drafter's model card (README.md), from its Python examples.
 
-Prose is not read, and nothing is run: blocks of code are parsed, and literals of two forms are taken,
+Prose is not read, and nothing is run: code blocks are parsed, and literals of two forms are used,
 `apply_chat_template(..., enable_thinking=False)` and `{"chat_template_kwargs": {"enable_thinking": False}}`.
 """
 

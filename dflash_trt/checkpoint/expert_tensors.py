@@ -1,7 +1,7 @@
 """Layouts of a layer's experts in checkpoints, and their conversion to the canonical one.
 
-Canonical: [experts, out, in], and for gate_up all gate rows above all up rows. Only one expert is in memory beside the
-tensor that is being filled.
+Canonical: [experts, out, in], and for gate_up all gate rows above all up rows. Memory holds only one expert in addition
+to the tensor that is being filled.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

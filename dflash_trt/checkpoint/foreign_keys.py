@@ -82,7 +82,7 @@ GENERATION_KEYS = (
     "typical_p",
 )
 
-# Of a model whose language model is in `text_config`.
+# Keys of a model whose language model is in `text_config`.
 VISION_KEYS = (
     "ignore_index",
     "audio_config",
@@ -113,7 +113,7 @@ VISION_KEYS = (
     "vision_start_token_id",
 )
 
-# Of the module that drafts tokens with the target's own layers (MTP), which an engine leaves out.
+# Keys of the MTP module, which drafts tokens with the target's own layers; an engine omits it.
 MTP_KEYS = (
     "index_share_for_mtp_iteration",
     "mtp_layers_block_type",

@@ -13,7 +13,7 @@ Recipe = Literal["stacked", "plus_one", "experts", "offsets", "identity", "ones"
 class PartRows:
     """Some rows of a part: blocks of `length` rows, `stride` apart, the first one at `start`.
 
-    `stored_shape` is that of the whole part, which may have axes of 1 behind its rows.
+    `stored_shape` is the whole part's, which may have axes of 1 after its rows.
     """
 
     start: int
@@ -30,7 +30,7 @@ class PartRows:
         return self.length == self.stored_shape[0]
 
     def has_whole_blocks(self, block: int, num_rows: int) -> bool:
-        """True if none of the `num_rows` chosen rows shares a block of so many stored rows with another row."""
+        """True if no chosen row shares a block of `block` stored rows with a row that is not chosen."""
         is_last = self.start + self.length == self.stored_shape[0]
         is_one = num_rows == self.length
         return (
@@ -40,7 +40,7 @@ class PartRows:
         )
 
     def spans(self, first: int, last: int) -> Iterator[slice]:
-        """Where the chosen rows [first, last) are stored."""
+        """Stored positions of the chosen rows [first, last)."""
         while first < last:
             block, row = divmod(first, self.length)
             count = min(self.length - row, last - first)
@@ -68,7 +68,7 @@ class PairRows:
         return block == 1
 
     def spans(self, first: int, last: int) -> Iterator[slice]:
-        """Where the rows [first, last) are stored."""
+        """Stored positions of the rows [first, last)."""
         for row in range(first, last):
             head, place = divmod(row, self.head_dim)
             is_odd, pair = divmod(place, self.head_dim // 2)
@@ -107,12 +107,12 @@ def expert_tensors(*parts: str, layout: ExpertLayout | None = None) -> ForeignNa
 
 
 def stacked_rows(name: str, sizes: tuple[int, ...], stored_shape: tuple[int, ...]) -> ForeignNames:
-    """Segments that stand in one part, one behind the other."""
+    """Segments concatenated in one stored part."""
     return ForeignNames(parts=(name,) * len(sizes), rows=part_rows(sizes, stored_shape))
 
 
 def part_rows(lengths: tuple[int, ...], stored_shape: tuple[int, ...]) -> tuple[PartRows, ...]:
-    """Rows of `lengths`, one behind the other, over and over to the end of a part."""
+    """Rows of `lengths`, concatenated, repeated to the end of a part."""
     return tuple(
         PartRows(start=sum(lengths[:i]), length=length, stride=sum(lengths), stored_shape=stored_shape)
         for i, length in enumerate(lengths)

@@ -1,4 +1,4 @@
-"""What the Gemma families share: keys of their layers, their two rotary embeddings, and names of their norms."""
+"""Shared by the Gemma families: keys of layers, two rotary embeddings, names of norms."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,7 +10,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 
 ACTIVATION: Final = "gelu_pytorch_tanh"
 SLIDING, FULL = "sliding_attention", "full_attention"
-_PATTERN = 6  # every so many layers one is full
+_PATTERN = 6  # every 6th layer is full
 
 # Towers of images and sounds, in files of either age.
 _TOWERS = (
@@ -34,7 +34,7 @@ _NORMS: Final = {
 def read_sliding(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """For each layer, True if it is sliding."""
     pattern = reader.optional_integer("sliding_window_pattern") or _PATTERN
-    reader.ignore(("_sliding_window_pattern",))  # what layer_types were made from
+    reader.ignore(("_sliding_window_pattern",))  # layer_types were made from it
     found = read_layer_types(reader, num_layers)
     return tuple((i + 1) % pattern != 0 for i in range(num_layers)) if found is None else found
 
@@ -48,7 +48,7 @@ def read_window(reader: ConfigReader, is_sliding: tuple[bool, ...]) -> list[dict
 
 
 def read_ropes(reader: ConfigReader, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Fields of a RopeSpec by kind of layer: `rope_parameters`, over `defaults` where they lack a kind or a theta."""
+    """RopeSpec fields by kind of layer: `rope_parameters`, with `defaults` for absent kinds and thetas."""
     section = reader.optional_section("rope_parameters") or reader.nested("rope_parameters", {})
     ropes = {}
     for kind in (SLIDING, FULL):

@@ -1,6 +1,6 @@
-"""Checkpoints of the Hugging Face hub, through huggingface_hub: its cache, its token, its offline mode.
+"""Checkpoints of the Hugging Face hub, through huggingface_hub: its cache, token and offline mode.
 
-Downloads the files that this package reads and no others. huggingface_hub is imported when something is downloaded.
+Downloads only the files that this package reads. huggingface_hub is imported when something is downloaded.
 """
 
 import glob

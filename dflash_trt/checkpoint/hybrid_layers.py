@@ -1,4 +1,4 @@
-"""What the Qwen families with gated delta nets share: keys of their layers, and names of their tensors."""
+"""Shared by the Qwen families with gated delta nets: keys of their layers, and names of their tensors."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def read_shared_moe(reader: ConfigReader, *, normalizes: bool) -> dict[str, Any]
 
 
 def common_delta_names(canonical: str, foreign: str, mixer: GatedDelta) -> ForeignTable:
-    """Names without those of the projections."""
+    """Names except the projections'."""
     net = f"{foreign}.linear_attn"
     sizes = (mixer.k_size, mixer.k_size, mixer.v_size)
     shape = (mixer.num_channels, 1, mixer.conv_size)

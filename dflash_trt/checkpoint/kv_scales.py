@@ -10,8 +10,6 @@ from dflash_trt.checkpoint.quantized_reading import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
-from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 
 _EXPORT_AGAIN = "Export the checkpoint again."
@@ -35,10 +33,9 @@ def resolve_kv_scales(
     if scheme is None or not scheme.has_fp8_kv:
         return None, stored
     prefix = model_prefix(stored.tensors)
-    mixers = {i: layer.mixer for i, layer in enumerate(spec.layers) if not isinstance(layer.mixer, GatedDelta)}
-    of_others = {i: mixer.shares_kv_with for i, mixer in mixers.items() if isinstance(mixer, Gqa)}
-    shared = {i: owner for i, owner in of_others.items() if owner is not None}
-    owners = [i for i in mixers if i not in shared]
+    mixers = [layer.mixer for layer in spec.layers]
+    owner_of = [mixer.state_owner(i) for i, mixer in enumerate(mixers)]
+    owners = [i for i, mixer in enumerate(mixers) if mixer.is_paged and owner_of[i] == i]
     names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in owners for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
     missing = [name for name in names if name not in found]
@@ -51,7 +48,7 @@ def resolve_kv_scales(
         for i, k_name, v_name in zip(owners, names[0::2], names[1::2], strict=True)
     }
     no_kv = KvScaleSource(k=None, v=None)
-    sources = tuple(of_owner.get(shared.get(i, i), no_kv) for i in range(spec.num_layers))
+    sources = tuple(of_owner.get(owner, no_kv) for owner in owner_of)
     problems += [
         problem(
             f"{label} tensor '{tensor.name}'",

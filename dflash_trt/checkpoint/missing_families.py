@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-_DEEPSEEK_V4 = "DeepSeek-V4 has hyper-connections and compressed caches: streams beside the residual, new states"
-_MINIMAX_M3 = "MiniMax-M3 attends to blocks of its context that it chooses: an indexer beside the pages"
+_DEEPSEEK_V4 = "DeepSeek-V4 has hyper-connections and compressed caches: streams besides the residual, new states"
+_MINIMAX_M3 = "MiniMax-M3 attends to blocks of its context that it chooses: an indexer besides the pages"
 _QWEN3_VL = "Qwen3-VL's language model has a config and names of its own, which no family here reads"
 _REASONS: Final = {
     "deepseek_ref": _DEEPSEEK_V4,
@@ -28,7 +28,7 @@ _REASONS: Final = {
 
 
 def missing_feature(fields: Mapping[str, Any]) -> str | None:
-    """What the family of a config.json needs that is not implemented; None for one that nobody knows."""
+    """The unimplemented feature that a config.json's family needs; None for an unknown family."""
     inner = fields.get("text_config")
     types = [fields.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
     return next((_REASONS[name] for name in types if isinstance(name, str) and name in _REASONS), None)

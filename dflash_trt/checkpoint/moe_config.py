@@ -1,4 +1,7 @@
-"""Keys of experts that several families share. All others (shared experts, expert groups, scoring) are refused."""
+"""Expert keys that several families share.
+
+Others (shared experts, expert groups, scoring) are refused.
+"""
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 

@@ -1,7 +1,7 @@
 """Foreign names of each canonical tensor.
 
-Knows the names that Hugging Face's decoders share, and those of z-lab's and Speculators' drafters; names of experts are
-in the families' files.
+Knows the names that Hugging Face's decoders share, and the names in z-lab's and Speculators' drafters; names of experts
+are in the families' files.
 """
 
 import re
@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from dflash_trt.checkpoint.drafters.base import draft_formats
-from dflash_trt.checkpoint.families.base import all_families
+from dflash_trt.checkpoint.families.base import MixerNames, all_families
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, plus_one
-from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec, is_offset_norm
+from dflash_trt.core.model.decoder import TargetSpec, is_offset_norm
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.feed_forward import Dense, Moe
-from dflash_trt.core.model.gated_delta import GatedDelta
+from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 
@@ -24,7 +23,7 @@ _LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")  # "model.
 
 
 def model_prefix(stored_names: Collection[str]) -> str:
-    """Of a target's tensors, but for its head."""
+    """Prefix of a target's tensors, except its head."""
     found = (prefix for prefix in _LANGUAGE_MODELS if any(name.startswith(prefix) for name in stored_names))
     return next(found, "model.")
 
@@ -37,12 +36,12 @@ _SELECTOR_NAMES: ForeignTable = {
 
 
 def embedding_name(stored_names: Collection[str]) -> str:
-    """Of a target."""
+    """Name of a target's embedding."""
     return f"{model_prefix(stored_names)}{_EMBEDDING}"
 
 
 def head_name(stored_names: Collection[str]) -> str:
-    """Of a target."""
+    """Name of a target's head."""
     outer = model_prefix(stored_names).removesuffix("model.")
     return f"{outer if outer == 'language_model.' else ''}{_LM_HEAD}"
 
@@ -59,15 +58,15 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     family = all_families()[spec.family]
     for i, layer in enumerate(spec.layers):
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
-        table |= _layer_names(canonical, foreign, layer)
-        if family.layer_names is not None:
-            table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
-        if isinstance(layer.mixer, GatedDelta):
-            assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
-            table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)
-        if isinstance(layer.feed_forward, Moe):
+        mixer_names = {**_MIXER_NAMES, **family.mixer_names}[layer.mixer.kind]
+        table |= _norm_names(canonical, foreign) | mixer_names(canonical, foreign, layer.mixer, spec.hidden_size)
+        if isinstance(layer.feed_forward, Dense):
+            table |= _mlp_names(canonical, foreign, has_bias=layer.feed_forward.has_bias)
+        else:
             assert family.expert_names is not None, f"{spec.family} names no experts"
             table |= family.expert_names(canonical, foreign, layer.feed_forward, stored_names)
+        if family.layer_names is not None:
+            table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
     table["target.norm"] = one(f"{model}norm.weight")
     if not spec.is_embedding_tied:
         table["target.lm_head"] = one(head)
@@ -95,8 +94,11 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
     }
     if any(gqa.has_qkv_bias for gqa in spec.attentions):
         table["draft.kv_bias"] = _all_kv(prefixes, "bias")
-    for i, (foreign, layer) in enumerate(zip(prefixes, spec.layers, strict=True)):
-        table |= _layer_names(f"draft.layers.{i}", foreign, layer, "q")
+    for i, (foreign, layer, gqa) in enumerate(zip(prefixes, spec.layers, spec.attentions, strict=True)):
+        canonical = f"draft.layers.{i}"
+        table |= _norm_names(canonical, foreign)
+        table |= _attention_names(canonical, foreign, gqa, spec.hidden_size, letters="q")
+        table |= _mlp_names(canonical, foreign, has_bias=layer.feed_forward.has_bias)
         if spec.conv is not None:
             table |= _conv_names(foreign)
     if spec.chain is not None:
@@ -116,17 +118,22 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
     return table
 
 
-def is_ignorable(name: str, spec: DecoderSpec) -> bool:
-    """True for a tensor that follows from the config, is tied to another one, or is for training only."""
-    if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
-        return True
-    if isinstance(spec, TargetSpec):
-        family = all_families()[spec.family]
-        is_left_out = name.startswith(family.left_out) or any(module in name for module in family.left_out_modules)
-        is_left_out = is_left_out or (family.has_drafting_layers and _is_behind_last(name, spec))
-        return is_left_out or (spec.is_embedding_tied and name in (_LM_HEAD, f"language_model.{_LM_HEAD}"))
-    assert isinstance(spec, DraftSpec)
-    return name in draft_formats()[spec.source_format].ignorable_tensors
+def is_ignorable_in_target(spec: TargetSpec, name: str) -> bool:
+    """True for a tensor that follows from the config, is tied to another one, or is left out by the family."""
+    family = all_families()[spec.family]
+    is_left_out = name.startswith(family.left_out) or any(module in name for module in family.left_out_modules)
+    is_left_out = is_left_out or (family.has_drafting_layers and _is_behind_last(name, spec)) or _is_frequencies(name)
+    return is_left_out or (spec.is_embedding_tied and name in (_LM_HEAD, f"language_model.{_LM_HEAD}"))
+
+
+def is_ignorable_in_drafter(spec: DraftSpec, name: str) -> bool:
+    """True for a tensor that follows from the config, or is for training only."""
+    return _is_frequencies(name) or name in draft_formats()[spec.source_format].ignorable_tensors
+
+
+def _is_frequencies(name: str) -> bool:
+    pattern = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq"
+    return re.fullmatch(pattern, name) is not None
 
 
 def _is_behind_last(name: str, spec: TargetSpec) -> bool:
@@ -135,14 +142,14 @@ def _is_behind_last(name: str, spec: TargetSpec) -> bool:
 
 
 def _chain_layer(spec: DraftSpec, stored_names: Collection[str]) -> str:
-    """The prefix of an EAGLE-3 layer: SafeAILab's, or that of Speculators and vLLM."""
+    """The prefix of an EAGLE-3 layer: SafeAILab's, or the one of Speculators and vLLM."""
     if stored_names:
         return "midlayer" if any(name.startswith("midlayer.") for name in stored_names) else "layers.0"
     return "layers.0" if spec.source_format == "speculators" else "midlayer"
 
 
 def _conv_names(foreign: str) -> ForeignTable:
-    """Of both sublayers of a DFlash2 layer."""
+    """Convolutions of both sublayers of a DFlash2 layer."""
     table: ForeignTable = {}
     for name in (f"{foreign}.attention_conv", f"{foreign}.mlp_conv"):
         table[f"draft.{name}.base"] = one(f"{name}.base_kernel")
@@ -150,24 +157,18 @@ def _conv_names(foreign: str) -> ForeignTable:
     return table
 
 
-def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: str | None = None) -> ForeignTable:
-    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix, by
-    default all that it has.
-    """
-    table: ForeignTable = {
+def _norm_names(canonical: str, foreign: str) -> ForeignTable:
+    return {
         f"{canonical}.attention_norm": one(f"{foreign}.input_layernorm.weight"),
         f"{canonical}.mlp_norm": one(f"{foreign}.post_attention_layernorm.weight"),
     }
-    if isinstance(layer.mixer, Gqa):
-        table |= _attention_names(canonical, foreign, layer.mixer, letters or layer.mixer.projections)
-    if isinstance(layer.mixer, Mla):
-        table |= _latent_names(canonical, foreign, layer.mixer)
-    if isinstance(layer.feed_forward, Dense):
-        table |= _mlp_names(canonical, foreign, layer.feed_forward)
-    return table
 
 
-def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: str) -> ForeignTable:
+def _attention_names(
+    canonical: str, foreign: str, mixer: Gqa, hidden_size: int, *, letters: str | None = None
+) -> ForeignTable:
+    """`letters` are the projections fused in the layer's own matrix, by default all that it has."""
+    letters = letters or mixer.projections
     table: ForeignTable = {
         f"{canonical}.{letters}": _projections(foreign, letters, "weight"),
         f"{canonical}.o": _projections(foreign, "o", "weight"),
@@ -182,7 +183,7 @@ def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: str) -> 
     return table
 
 
-def _latent_names(canonical: str, foreign: str, mixer: Mla) -> ForeignTable:
+def _latent_names(canonical: str, foreign: str, mixer: Mla, hidden_size: int) -> ForeignTable:
     """Names of DeepSeek-V3."""
     words = {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "o": "o_proj"}
     if mixer.q_rank is None:
@@ -192,8 +193,12 @@ def _latent_names(canonical: str, foreign: str, mixer: Mla) -> ForeignTable:
     return {f"{canonical}.{name}": one(f"{foreign}.self_attn.{word}.weight") for name, word in words.items()}
 
 
-def _mlp_names(canonical: str, foreign: str, dense: Dense) -> ForeignTable:
-    kinds: dict[str, Literal["weight", "bias"]] = {"": "weight", "_bias": "bias"} if dense.has_bias else {"": "weight"}
+# Kinds whose names most families share; others are in `Family.mixer_names`.
+_MIXER_NAMES: dict[str, MixerNames] = {"gqa": _attention_names, "mla": _latent_names}
+
+
+def _mlp_names(canonical: str, foreign: str, *, has_bias: bool) -> ForeignTable:
+    kinds: dict[str, Literal["weight", "bias"]] = {"": "weight", "_bias": "bias"} if has_bias else {"": "weight"}
     return {
         f"{canonical}.{name}{suffix}": _mlp(foreign, words, kind)
         for name, words in (("gate_up", ("gate", "up")), ("down", ("down",)))

@@ -6,15 +6,16 @@ Checks configs, tensor headers, names and shapes, then one model against the oth
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
-from dflash_trt.checkpoint.names import draft_names, target_names
+from dflash_trt.checkpoint.names import draft_names, is_ignorable_in_drafter, is_ignorable_in_target, target_names
 from dflash_trt.checkpoint.producers.base import description_files, read_scheme
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, format_notes, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
@@ -51,10 +52,11 @@ class CheckpointPair(PairSpecs):
     def iter_weights(
         self, *, dtype: torch.dtype, mapping: Mapping, whole_names: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one rank's canonical tensors: fused, sharded, cast to `dtype` (integers stay int64), in table order.
+        """Yield one rank's canonical tensors: fused, sharded, cast to `dtype` except integers, in table order.
 
-        `whole_names` are not sharded: quantizing a weight needs its whole range. A linear layer that is stored
-        quantized comes as its tensors, see `quantized_reading.read_quantized`. One tensor is in memory at a time.
+        Integers become int64. `whole_names` are not sharded: quantizing a weight needs its whole range. A linear layer
+        that is stored quantized comes as its tensors, see `quantized_reading.read_quantized`. One tensor is in memory
+        at a time.
 
         Raises:
             ConfigError: the pair cannot be sharded for this mapping. Raised before the first tensor is read.
@@ -69,7 +71,7 @@ class CheckpointPair(PairSpecs):
 def open_pair(
     target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
 ) -> CheckpointPair:
-    """Check a pair's configs and tensor headers. `drafter_overrides` replace keys of the drafter's config.json.
+    """Check a pair's configs and tensor headers. `drafter_overrides` replace keys of its config.json.
 
     Raises:
         ConfigError: a config is wrong or the two do not fit; lists the tensor problems too.
@@ -79,22 +81,22 @@ def open_pair(
     config_problems: list[str] = []
     tensor_problems: list[str] = []
     notes: list[str] = []
-    sides = [_open_target(target, config_problems, tensor_problems, notes)]
+    target_side = _open_target(target, config_problems, tensor_problems, notes)
+    draft_side: _Side[DraftSpec] = _ABSENT
     if drafter is not None:
         overrides = drafter_overrides or {}
-        sides.append(_open_drafter(drafter, overrides, sides[0].spec, config_problems, tensor_problems, notes))
+        draft_side = _open_drafter(drafter, overrides, target_side.spec, config_problems, tensor_problems, notes)
         check_tokenizers(target, drafter, tensor_problems)
-    specs = [side.spec for side in sides]
-    if isinstance(specs[0], TargetSpec) and isinstance(specs[-1], DraftSpec):
-        config_problems += compatibility_problems(specs[0], specs[-1])
-        notes += compatibility_notes(specs[0], specs[-1])
-    for side in sides:
-        notes += format_notes(side.stored_formats(), "target" if side is sides[0] else "drafter")
+    target_spec, draft_spec = target_side.spec, draft_side.spec
+    sides: tuple[_Side[Any], _Side[Any]] = (target_side, draft_side)
+    if target_spec is not None and draft_spec is not None:
+        config_problems += compatibility_problems(target_spec, draft_spec)
+        notes += compatibility_notes(target_spec, draft_spec)
+    for label, side in zip(("target", "drafter"), sides, strict=True):
+        notes += format_notes(side.stored_formats(), label)
     error = ConfigError if config_problems else CheckpointError
     raise_all(error, pair_heading(target, drafter), [*config_problems, *tensor_problems])
-    target_spec, draft_spec = specs[0], specs[1] if drafter is not None else None
-    assert isinstance(target_spec, TargetSpec)
-    assert not isinstance(draft_spec, TargetSpec)
+    assert target_spec is not None
     return CheckpointPair(
         target=target_spec,
         draft=draft_spec,
@@ -123,11 +125,14 @@ def read_pair(
     return read(target, drafter, drafter_overrides=drafter_overrides)
 
 
+_Spec = TypeVar("_Spec", TargetSpec, DraftSpec)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Side:
+class _Side(Generic[_Spec]):
     """One of the two checkpoints, as far as it could be opened."""
 
-    spec: TargetSpec | DraftSpec | None
+    spec: _Spec | None
     table: WeightTable
     sources: dict[str, WeightSource]
     files: tuple[Path, ...]
@@ -138,10 +143,12 @@ class _Side:
         return [source.format for source in self.quantized.values() if source.format is not None]
 
 
-_ABSENT = _Side(spec=None, table={}, sources={}, files=())
+_ABSENT: _Side[Any] = _Side(spec=None, table={}, sources={}, files=())
 
 
-def _open_target(directory: Path, config_problems: list[str], tensor_problems: list[str], notes: list[str]) -> _Side:
+def _open_target(
+    directory: Path, config_problems: list[str], tensor_problems: list[str], notes: list[str]
+) -> _Side[TargetSpec]:
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
     spec = parse_target(directory, config_problems, notes=notes)
     scheme = read_scheme(directory, label="target", problems=config_problems)
@@ -154,7 +161,8 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     quantized, rest = resolve_quantized(table, names, rest, scheme, label="target", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
-    sources = resolve_sources(plain, plain_names, rest, spec=spec, label="target", problems=tensor_problems)
+    may_ignore = partial(is_ignorable_in_target, spec)
+    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="target", problems=tensor_problems)
     files = _source_files(directory, stored)
     return _Side(spec=spec, table=table, sources=sources, quantized=quantized, kv_scales=kv_scales, files=files)
 
@@ -162,11 +170,11 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
 def _open_drafter(
     directory: Path,
     overrides: AbcMapping[str, Any],
-    target: TargetSpec | DraftSpec | None,
+    target: TargetSpec | None,
     config_problems: list[str],
     tensor_problems: list[str],
     notes: list[str],
-) -> _Side:
+) -> _Side[DraftSpec]:
     stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
     scheme = read_scheme(directory, label="drafter", problems=config_problems)
     spec = parse_draft(
@@ -185,13 +193,14 @@ def _open_drafter(
     quantized, rest = resolve_quantized(table, names, stored, scheme, label="drafter", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
-    sources = resolve_sources(plain, plain_names, rest, spec=spec, label="drafter", problems=tensor_problems)
+    may_ignore = partial(is_ignorable_in_drafter, spec)
+    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="drafter", problems=tensor_problems)
     if len(tensor_problems) == num_problems:
         check_draft_vocabulary(spec, stored, tensor_problems)
     return _Side(spec=spec, table=table, sources=sources, quantized=quantized, files=_source_files(directory, stored))
 
 
-def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
+def _stored_quantization(sides: Sequence[_Side[Any]]) -> QuantizationSpec:
     formats = {
         name: source.format
         for side in sides

@@ -1,7 +1,8 @@
-"""One rank's shard of quantized linear layers, from a producer's tensors to those of the engine.
+"""One rank's shard of quantized linear layers, from a producer's tensors to the engine's.
 
-Codes are taken bit for bit. Scales become those of the format: repeated where one stands for several, divided where the
-producer stores the reciprocal, in the format's dtype if that holds them exactly. Names and layouts: `formats/base.py`.
+Codes are copied bit for bit. Scales are converted to the format's: repeated where one stands for several, divided where
+the producer stores the reciprocal, in the format's dtype if that holds them exactly. Names and layouts:
+`formats/base.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def read_quantized(
 def read_dequantized(
     spec: WeightSpec, source: QuantizedSource, open_slice: OpenSlice, *, dtype: torch.dtype, mapping: Mapping
 ) -> Tensor:  # rank_shard(spec, mapping).shape
-    """This rank's shard of a matrix that the engine has unquantized. Raises CheckpointError, see `read_quantized`."""
+    """This rank's shard of a matrix that is unquantized in the engine. Raises as `read_quantized`."""
     assert source.format is not None, "a matrix of one part has one format"
     known = weight_format(source.format)
     fields = {
@@ -86,7 +87,7 @@ def _read_parts(
 def _read_experts(
     name: str, spec: WeightSpec, parts: tuple[QuantizedPart, ...], open_slice: OpenSlice, mapping: Mapping
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's experts, one in memory beside the tensor that is being filled."""
+    """This rank's experts; memory holds one in addition to the tensor that is being filled."""
     share, expert = rank_shard(spec, mapping), replace(spec, shape=spec.shape[1:], num_experts=0)
     mine, ranks = rank_experts(spec.num_experts, mapping), expert_ranks(mapping)
     num_parts = len(parts) // spec.num_experts
@@ -120,7 +121,7 @@ def _rows_of(part: QuantizedPart, open_slice: OpenSlice) -> OpenSlice:
 
 
 def _of_expert(part: QuantizedPart, open_slice: OpenSlice, index: int) -> OpenSlice:
-    """Opens one expert's part of tensors of all; numbers are those of all."""
+    """Opens one expert's part of a tensor of all experts; numbers refer to all."""
 
     def opened(stored: StoredTensor) -> Tensor:
         if stored.num_elements == 1:

@@ -1,4 +1,4 @@
-"""Quantized linear layers of a checkpoint: where their tensors are, and checks of these by their headers.
+"""Quantized linear layers of a checkpoint: the places of their tensors, and checks of the headers.
 
 `producers/` says how a checkpoint stores the weights of a module, `quantized_reading` reads them. The parts of a fused
 linear layer are segments, each with its own scales.
@@ -19,15 +19,16 @@ from dflash_trt.formats.registry import weight_format
 
 _EXPORT_AGAIN = "Export the checkpoint again."
 _OTHER_FORMAT = "Export it in FP8 without blocks, or in NVFP4."
-_OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which producers leave out without a word
+OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which producers leave out without a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedPart:
-    """One of the linear layers fused in a canonical one. If `stored` is None, its `codes` are an unquantized weight.
+    """One of the linear layers fused in a canonical one.
 
-    With `rows` it is those rows of the stored layer, and the shapes of `tensors` are those of its share. With
-    `is_transposed` it is of all experts, and its codes and block scales have the axes of `in` and `out` exchanged.
+    If `stored` is None, its `codes` are an unquantized weight. With `rows` it is only those rows of the stored layer,
+    and `tensors` have the shapes of this share. With `is_transposed` it has all experts, and its codes and block scales
+    have the axes `in` and `out` exchanged.
     """
 
     stored: StoredFormat | None
@@ -74,7 +75,7 @@ def resolve_quantized(
         specs = part_specs(spec, names[canonical], scheme) if may_be_quantized else None
         if specs is None:
             continue
-        may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)
+        may_be_plain = canonical.endswith(OFTEN_UNQUANTIZED)
         layout = names[canonical].layout
         is_transposed = layout is not None and layout.is_transposed
         rows = names[canonical].rows or (None,) * len(specs)
@@ -107,7 +108,7 @@ def part_specs(spec: WeightSpec, foreign: ForeignNames, scheme: Scheme) -> tuple
 
 
 def format_notes(formats: Iterable[str], label: str) -> list[str]:
-    """Which formats a checkpoint has, and whether activations are quantized under them. `formats` are of linears."""
+    """A checkpoint's formats, and which of them quantize activations. `formats` are of linear layers."""
     notes = []
     for name, count in Counter(formats).items():
         way = (
@@ -120,7 +121,7 @@ def format_notes(formats: Iterable[str], label: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wanted:
-    """The weight `name`, or some of its rows; `spec` is that of these rows alone."""
+    """The weight `name`, or some of its rows; `spec` describes only these rows."""
 
     name: str
     spec: WeightSpec
@@ -129,7 +130,7 @@ class _Wanted:
 
     @property
     def stored_spec(self) -> WeightSpec:
-        """Of the whole weight."""
+        """Spec of the whole weight."""
         if self.rows is None:
             return self.spec
         return replace(self.spec, shape=self.rows.stored_shape, segments=self.rows.stored_shape[:1])
@@ -185,7 +186,7 @@ class _Finder:
         return share_of(part, wanted.spec)
 
     def _refuse_other_blocks(self, wanted: _Wanted, claimed: StoredFormat, codes: StoredTensor) -> bool:
-        """True for blocks of several rows where rows go to another place, and for such blocks of [experts, in, out].
+        """True for blocks of several rows if rows move, and for such blocks of [experts, in, out].
 
         ModelOpt 0.47 writes the latter's scales for blocks of [out, in], and their codes for other ones.
         """
@@ -197,7 +198,7 @@ class _Finder:
         if not (wanted.is_transposed and block > 1):
             return False
         expected = "experts [experts, in, out] in FP8 with a scale for all or each, or in NVFP4"
-        found = f"{claimed.format}, whose scales are not those of the codes"
+        found = f"{claimed.format}, whose scales do not match the codes"
         self._refuse(codes, expected=expected, found=found, hint=_OTHER_FORMAT)
         return True
 
@@ -216,7 +217,7 @@ class _Finder:
         return self.stored.tensors.get(self._name_beside(name, suffix))
 
     def _name_beside(self, name: str, suffix: str) -> str:
-        """A tensor of the module whose weight is `name`; that of stacked experts has no `.weight` at its end."""
+        """Another tensor of the module whose weight is `name`; stacked experts' names do not end in `.weight`."""
         if name.endswith(".weight"):
             return f"{name.removesuffix('weight')}{suffix}"
         if self.scheme.names_scales_in_full and suffix != "weight":
@@ -231,7 +232,7 @@ class _Finder:
 
 
 def share_of(part: QuantizedPart, spec: WeightSpec) -> QuantizedPart:
-    """The part with the shapes of its `rows`; `spec` is that of these alone."""
+    """The part with the shapes of its `rows`, which `spec` describes."""
     if part.rows is None:
         return part
     shapes = {
@@ -243,7 +244,7 @@ def share_of(part: QuantizedPart, spec: WeightSpec) -> QuantizedPart:
 
 
 def rows_per_block(part: QuantizedPart, field: str, num_elements: int) -> int | None:
-    """Rows of a weight that share one of a field's `num_elements`; None for a field that is the same for all rows."""
+    """Rows of a weight that share one of a field's `num_elements`; None if the field is the same for all."""
     if part.stored is None:
         return 1
     known = weight_format(part.stored.format).weight_type
@@ -254,7 +255,10 @@ def rows_per_block(part: QuantizedPart, field: str, num_elements: int) -> int | 
 def stored_layout(
     field: str, stored: StoredFormat, spec: WeightSpec, *, is_transposed: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Dtypes and shapes that a stored tensor may have, the expected ones first. Scales may have more axes of size 1."""
+    """Dtypes and shapes that a stored tensor may have, expected ones first.
+
+    Scales may have extra axes of 1.
+    """
     known, place = weight_format(stored.format), stored.fields[field]
     layout = known.layout(spec.shape, segments_of(spec))[field]
     dtypes = place.dtypes or (safetensors_dtype(layout.dtype),)

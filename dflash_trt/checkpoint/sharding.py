@@ -9,7 +9,6 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import WeightSpec, segment_specs, segments_of
 
 
@@ -42,7 +41,7 @@ def rank_experts(num_experts: int, mapping: Mapping) -> range:
 
 
 def rank_index(
-    spec: WeightSpec,  # of one segment
+    spec: WeightSpec,  # one segment
     mapping: Mapping,
 ) -> tuple[slice, ...]:
     """Index of this rank's shard in the whole tensor."""
@@ -71,7 +70,7 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     if mapping.pp_size != 1:
         hint = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint))
-    if mapping.ep_size != 1 and target.num_expert_layers == 0:
+    if mapping.ep_size != 1 and not target.moes:
         hint = "Leave ep_size out."
         problems.append(
             problem("mapping ep_size", expected="1, for no layer has experts", found=str(mapping.ep_size), hint=hint)
@@ -86,8 +85,7 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
 
 
 def _expert_problems(target: TargetSpec, mapping: Mapping) -> Iterator[str]:
-    kinds = dict.fromkeys(layer.feed_forward for layer in target.layers if isinstance(layer.feed_forward, Moe))
-    for moe in kinds:
+    for moe in dict.fromkeys(target.moes):
         if moe.num_experts % mapping.ep_size:
             expected, found = f"a divisor of num_experts {moe.num_experts}", str(mapping.ep_size)
             yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")
@@ -99,7 +97,7 @@ def _expert_problems(target: TargetSpec, mapping: Mapping) -> Iterator[str]:
 
 
 def _lengths(target: TargetSpec, draft: DraftSpec | None) -> Iterator[tuple[str, int, bool]]:
-    """Distinct sizes that tensor parallelism divides; True for those of which ranks can hold copies."""
+    """Distinct sizes that tensor parallelism divides; True if ranks can hold copies."""
     decoders: list[tuple[str, DecoderSpec]] = [("target", target)] + ([("drafter", draft)] if draft else [])
     for owner, spec in decoders:
         for name, size in dict.fromkeys(item for layer in spec.layers for item in layer.sharded_sizes.items()):

@@ -1,4 +1,4 @@
-"""Experts behind DeepSeek-V3's router, as GLM-4.5 and Kimi-K2 have them, too: keys of config.json, and names."""
+"""Experts with DeepSeek-V3's router, also in GLM-4.5 and Kimi-K2: keys of config.json, and names."""
 
 from collections.abc import Collection
 from typing import Any
@@ -16,7 +16,7 @@ _UNUSED_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size")
 def read_feed_forwards(
     reader: ConfigReader, sizes: DecoderSizes, *, num_dense: int, scale: float, num_groups: int, num_chosen_groups: int
 ) -> list[dict[str, Any]]:
-    """Fields of the feed-forward of each layer: dense in the first ones. Numbers are the defaults of a family."""
+    """Fields of each layer's feed-forward, dense in the first layers. Numbers are a family's defaults."""
     first = reader.optional_integer("first_k_dense_replace", minimum=0)
     reader.require("moe_layer_freq", 1, hint=NOT_IMPLEMENTED)
     moe = _read_moe(reader, scale=scale, num_groups=num_groups, num_chosen_groups=num_chosen_groups)

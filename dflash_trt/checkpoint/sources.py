@@ -1,4 +1,4 @@
-"""The checkpoints that a build configuration names: local directories, or downloads of the Hugging Face hub.
+"""Checkpoints of a build configuration: local directories, or downloads from the Hugging Face hub.
 
 A local directory wins over a repository of its name. The target's known drafter is the default for a repository.
 """
@@ -30,9 +30,9 @@ class CheckpointSources:
 def find_checkpoints(
     config: BuildConfig, base_dir: Path, *, needs_tensors: bool, say: Say = lambda message: None
 ) -> CheckpointSources:
-    """Find the checkpoints of `config` relative to `base_dir`, and download those that are names on the hub.
+    """Find the checkpoints of `config` relative to `base_dir`, and download those given by hub name.
 
-    Tensors are downloaded last, when the configs have shown that the two fit. `say` hears of each download.
+    Tensors are downloaded last, when the configs have shown that the two fit. `say` gets a message per download.
 
     Raises:
         ConfigError: there is no such repository or revision, or the two do not fit.

@@ -1,6 +1,6 @@
-"""A target and its drafter as their config.json files describe them, without a look at tensors or tokenizers.
+"""A target and its drafter from their config.json files, without tensors or tokenizers.
 
-`pair` proves the same from the tensors. Where only they can tell, the configs are taken at their word, with a note.
+`pair` proves the same from the tensors. What only tensors can tell is assumed from the configs, with a note.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.mxfp4_config import has_mxfp4
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.producers.base import Scheme, read_scheme
-from dflash_trt.checkpoint.quantized_weights import format_notes
+from dflash_trt.checkpoint.quantized_weights import OFTEN_UNQUANTIZED, format_notes
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.errors import ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
@@ -27,7 +27,7 @@ from dflash_trt.core.weight_spec import WeightTable, is_linear
 
 @dataclass(frozen=True, kw_only=True)
 class PairSpecs:
-    """A target and its drafter, if any. `quantization` is that of the checkpoints, `notes` are about ambiguities."""
+    """A target and its drafter, if any. `quantization` is the checkpoints', `notes` are about ambiguities."""
 
     target: TargetSpec
     draft: DraftSpec | None
@@ -39,7 +39,7 @@ AnyPair = TypeVar("AnyPair", bound=PairSpecs)
 
 
 def with_draft_window(pair: AnyPair, window: int | None) -> AnyPair:
-    """The pair with a drafter that sees at most so many tokens of context; None: as it is.
+    """The pair with a drafter that sees at most `window` tokens of context; unchanged for None.
 
     Raises:
         ConfigError: there is no drafter.
@@ -55,7 +55,7 @@ def with_draft_window(pair: AnyPair, window: int | None) -> AnyPair:
 def read_specs(
     target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
 ) -> PairSpecs:
-    """Read the specs of a pair. K/V scales are 1, and a drafter of Speculators has neither embedding nor full head.
+    """Read the specs of a pair. K/V scales are 1; Speculators drafters have no embedding and no full head.
 
     Raises:
         ConfigError: a config is wrong, or the two do not fit.
@@ -118,11 +118,14 @@ def pair_heading(target: Path, drafter: Path | None) -> str:
 
 
 def _formats(table: WeightTable, names: ForeignTable, scheme: Scheme | None) -> Iterator[tuple[str, str]]:
-    """The format of each linear layer whose parts all have the same."""
+    """The format of each linear layer whose parts all have the same.
+
+    Tensors would say which heads and routers are quantized; without them none is, as in every checkpoint that is known.
+    """
     if scheme is None:
         return
     for canonical, spec in table.items():
-        if not is_linear(spec, canonical):
+        if not is_linear(spec, canonical) or canonical.endswith(OFTEN_UNQUANTIZED):
             continue
         claimed = [scheme.format_of(name.removesuffix(".weight")) for name in names[canonical].parts]
         formats = {None if stored is None else stored.format for stored in claimed}

@@ -21,7 +21,7 @@ _LABEL = "target config.json"
 
 
 def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> TargetSpec | None:
-    """Read the spec of the target in `directory`; None if `problems` has grown. `notes` get what was assumed."""
+    """Read the spec of the target in `directory`; None if `problems` has grown. `notes` get assumptions."""
     num_problems = len(problems)
     fields = read_json_object(directory / "config.json", label=_LABEL, problems=problems)
     if fields is None:
@@ -77,7 +77,7 @@ def _with_defaults(fields: dict[str, Any], family: str, notes: list[str]) -> dic
 
 
 def _language_model(reader: ConfigReader) -> ConfigReader:
-    """The reader itself, or that of `text_config` in the checkpoint of a model that also sees."""
+    """The reader itself, or a reader of `text_config` for a multimodal model's checkpoint."""
     section = reader.optional_section("text_config")
     if section is None:
         return reader
@@ -88,7 +88,7 @@ def _language_model(reader: ConfigReader) -> ConfigReader:
 
 
 def _left_out(fields: dict[str, Any]) -> list[str]:
-    """One line on the parts of a published model that an engine does not run; none where it runs all of them."""
+    """One line on the parts of a published model that an engine omits, or nothing."""
     nested = fields.get("text_config")
     model = nested if isinstance(nested, dict) else fields
     drafting = [f"{name} {shown(model[name])}" for name in MTP_KEYS if model.get(name)]
@@ -125,7 +125,7 @@ def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
 
 
 def _read_eos(directory: Path, readers: Iterable[ConfigReader], problems: list[str]) -> tuple[int, ...]:
-    """Read the ids of generation_config.json if it has any, else those of config.json, inside first."""
+    """Read the eos ids of generation_config.json if it has any, else of config.json, inner section first."""
     found = [reader.optional_integers("eos_token_id") for reader in readers]
     own = next((ids for ids in found if ids), ())
     path = directory / "generation_config.json"

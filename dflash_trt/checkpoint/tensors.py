@@ -22,7 +22,7 @@ _DOWNLOAD_AGAIN = "Download the file again."
 _GIT_LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 _MAX_DIMENSIONS = 16
-_MAX_COUNT = 2**63 - 1  # of bytes and of elements
+_MAX_COUNT = 2**63 - 1  # for bytes and elements
 _MAX_NAME_BYTES = 255  # longer ones are an error of the file system
 _MAX_LISTED = 8
 

@@ -14,7 +14,7 @@ _ROWS = 4096  # compared at a time
 
 
 def resolve_tied_head(spec: TargetSpec, stored: StoredTensors, notes: list[str]) -> TargetSpec:
-    """Untie the head of `spec` if both tensors are stored and differ; reads them up to the first difference."""
+    """Untie the head of `spec` if both tensors are stored and differ; reads up to the first difference."""
     name = head_name(stored.tensors)
     embedding, head = stored.tensors.get(embedding_name(stored.tensors)), stored.tensors.get(name)
     if not spec.is_embedding_tied or embedding is None or head is None or _is_equal(embedding, head):

@@ -1,4 +1,4 @@
-"""Token ids that target and drafter must agree on: tokenizer vocabularies and the reduced draft vocabulary.
+"""Token ids that target and drafter must agree on: tokenizers' and the reduced draft vocabulary.
 
 Reads the two small integer tensors of a reduced vocabulary.
 """

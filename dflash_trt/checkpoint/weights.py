@@ -1,6 +1,6 @@
 """Canonical tensors from stored ones: checks that they fit, and lazy reading of one rank's shard."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Mapping as AbcMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from dflash_trt.checkpoint.expert_tensors import (
     read_mxfp4_experts,
 )
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PairRows, PartRows, Recipe
-from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.quantized_reading import read_dequantized, read_quantized
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource
 from dflash_trt.checkpoint.sharding import rank_index, shard
@@ -26,7 +25,6 @@ from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.checkpoint.vocabulary import read_draft_to_target
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, rank_shard, segment_specs
 from dflash_trt.formats.base import tensor_name
 
@@ -50,12 +48,15 @@ def resolve_sources(
     table: WeightTable,
     names: ForeignTable,
     stored: StoredTensors,
+    may_ignore: Callable[[str], bool],
     *,
-    spec: DecoderSpec,
     label: str,
     problems: list[str],
 ) -> dict[str, WeightSource]:
-    """Locate every canonical tensor; missing, unexpected and mis-shaped ones go to `problems`."""
+    """Locate every canonical tensor; missing, unexpected and mis-shaped ones go to `problems`.
+
+    Tensors whose names `may_ignore` takes are never unexpected.
+    """
     assert set(table) == set(names), f"tables differ in {set(table) ^ set(names)}"
     if not stored.is_complete:
         return {}  # `problems` has the broken files, and the absence of a name proves nothing
@@ -63,7 +64,7 @@ def resolve_sources(
     missing = sorted(used - set(stored.tensors) - stored.unreadable_names)
     if missing:
         problems.append(_missing(missing, label))
-    unexpected = sorted(name for name in set(stored.tensors) - used if not is_ignorable(name, spec))
+    unexpected = sorted(name for name in set(stored.tensors) - used if not may_ignore(name))
     if unexpected:
         problems.append(_unexpected(unexpected, label))
     sources = {}
@@ -219,7 +220,7 @@ def _check_parts(
 
 
 def _part_shapes(spec: WeightSpec, foreign: ForeignNames) -> list[tuple[int, ...]]:
-    """Shapes of the parts: the whole tensor, its segments, or those of the experts' layout."""
+    """Shapes of the parts: the whole tensor, its segments, or parts of the experts' layout."""
     num_parts = len(foreign.parts)
     if foreign.layout is not None:
         return part_shapes(foreign.layout, spec.shape, num_parts)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="What the host costs per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
+    short_help="Host cost per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
 )
 @click.option(
     "--requests",
@@ -22,13 +22,19 @@ if TYPE_CHECKING:
     default=(1, 64, 256),
     show_default=True,
     metavar="N",
-    help="Requests that decode at the same time. May be given several times.",
+    help="Requests that decode at the same time; repeatable.",
 )
 @click.option(
     "--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1), help="Steps to measure."
 )
 @click.option(
-    "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
+    "--draft-length",
+    "num_draft_tokens",
+    default=7,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="K",
+    help="Drafts per step.",
 )
 @click.option(
     "--ranks",
@@ -38,7 +44,9 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 64),
     help="Ranks of the engine: this process is rank 0, with a worker process for each of the others.",
 )
-@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
+@click.option(
+    "--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Tokens of every prompt."
+)
 @JSON
 def host(
     sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, num_ranks: int, prompt_tokens: int, as_json: bool

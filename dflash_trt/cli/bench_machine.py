@@ -1,4 +1,4 @@
-"""`dflash-trt bench machine`, and the machine file beside other measurements."""
+"""`dflash-trt bench machine`, and the machine file of other measurements."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ MACHINE = click.option(
     "--machine",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Of `bench machine`, for floors of steps (default: copies and matrix products are measured now).",
+    help="Machine file of `bench machine`, for step floors (default: measure copies and matrix products now).",
 )
 
 
@@ -30,15 +30,15 @@ MACHINE = click.option(
     epilog=examples("dflash-trt bench machine -o machine.json", "dflash-trt bench machine --num-threads 1"),
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="To write (default: standard output)."
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write (default: stdout)."
 )
-@click.option("--name", metavar="TEXT", help="Of the machine (default: its GPU or processor).")
+@click.option("--name", metavar="TEXT", help="Name of the machine (default: its GPU or processor).")
 @click.option(
-    "--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="To be measured."
+    "--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Device to measure."
 )
-@click.option("--num-threads", type=click.IntRange(min=1), help="Of a CPU (default: as engines take).")
+@click.option("--num-threads", type=click.IntRange(min=1), help="Threads on a CPU (default: as for engines).")
 def machine(output: Path | None, name: str | None, device: str, num_threads: int | None) -> None:
-    """Copies, matrix products, the host, and what steps of small engines with random weights cost beside them.
+    """Measure copies, matrix products, the host, and the steps of small engines with random weights.
 
     The file has numbers with their units, and can be edited: link_bytes_per_s is for ranks, which one device cannot
     measure. On a CPU with one thread times are CPU times, so that other processes disturb less.
@@ -72,9 +72,9 @@ def roofs_of(engine_dir: Path, machine: "MachineFile | None", config: RuntimeCon
 
 
 def context_len_of(engine_dir: Path, prompts: "Sequence[Prompt]", mean_output_tokens: float) -> int:
-    """Of a request half way through its answer, on average."""
-    from dflash_trt.bench.lockstep import prompt_reader
+    """Context length of a request half way through its answer, on average."""
     from dflash_trt.bench.roofline import mean_context_len
+    from dflash_trt.bench.throughput import prompt_reader
     from dflash_trt.engine_dir import EngineDir
 
     reader = prompt_reader(EngineDir.open(engine_dir))
@@ -82,7 +82,7 @@ def context_len_of(engine_dir: Path, prompts: "Sequence[Prompt]", mean_output_to
 
 
 def machine_name() -> str:
-    """Of this machine, without its owner's names."""
+    """Name of this machine, without its owner's names."""
     from dflash_trt.doctor.machine import gpus
     from dflash_trt.doctor.machine import machine as host
 

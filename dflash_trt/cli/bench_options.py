@@ -26,15 +26,17 @@ INPUT = click.option(
     type=click.Path(path_type=Path),
     default=PROMPTS,
     show_default="16 beginnings of Python functions, which the demo pair was not trained on",
-    help="JSONL rows as for `run`; their prompts count.",
+    help="JSONL prompts, as for `run`; other fields are ignored.",
 )
-LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Of every text.")
+LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Tokens to generate per prompt.")
 CONCURRENCY = click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
-ROUNDS = click.option(
-    "--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up."
-)
+ROUNDS = click.option("--rounds", default=5, show_default=True, help="Measured rounds, alternating; one more warms up.")
 PER_CLIENT = click.option(
-    "--requests-per-client", type=click.IntRange(min=1), default=6, show_default=True, help="One after the other."
+    "--requests-per-client",
+    type=click.IntRange(min=1),
+    default=6,
+    show_default=True,
+    help="Requests of a client, in sequence.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
@@ -48,7 +50,7 @@ def print_reports(
     line: Callable[[R], str],
     *,
     as_json: bool,
-    rooflines: Sequence[Sequence["Roofline"]] = (),  # of each report
+    rooflines: Sequence[Sequence["Roofline"]] = (),  # per report
 ) -> None:
     if as_json:
         found = [asdict(report) for report in reports]

@@ -34,27 +34,29 @@ if TYPE_CHECKING:
 
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _LIMITS = {"ttft": "time_to_first_token_s", "tpot": "time_per_output_token_s", "e2el": "end_to_end_s"}
-_PORTS = range(20000, 32768)  # Dynamo reads that of the metrics as a signed 16-bit number
+_PORTS = range(20000, 32768)  # Dynamo reads the metrics port as a signed 16-bit number
 
 _OPTIONS = (
     click.option(
-        "--autoregressive", is_flag=True, help="Each engine once more, in front of the others, without its drafter."
+        "--autoregressive", is_flag=True, help="Measure each engine without its drafter, too, before the others."
     ),
     click.option(
         "--column",
         "columns",
         multiple=True,
         metavar="FIELD=COLUMN",
-        help="Where the rows have a field, such as prompt=text: these columns alone are read. Several times.",
+        help="Column of a field, such as prompt=text: only these columns are read; repeatable.",
     ),
-    click.option("--split", metavar="NAME", help="Of a data set that has several, for example qualitative/test."),
-    click.option("--category", "categories", multiple=True, metavar="NAME", help="Rows of it only. Several times."),
+    click.option("--split", metavar="NAME", help="Split of the data set, for example qualitative/test."),
+    click.option(
+        "--category", "categories", multiple=True, metavar="NAME", help="Use only rows of this category; repeatable."
+    ),
     click.option(
         "--concurrency",
         "concurrencies",
         multiple=True,
         type=click.IntRange(min=1),
-        help="Clients. Several times.  [default: 1, 2, 4, 8, 16, or none with --request-rate]",
+        help="Number of clients (closed loop); repeatable.  [default: 1, 2, 4, 8, 16, or none with --request-rate]",
     ),
     click.option(
         "--request-rate",
@@ -62,7 +64,7 @@ _OPTIONS = (
         multiple=True,
         type=click.FloatRange(min=0, min_open=True),
         metavar="PER_SECOND",
-        help="Poisson arrivals, which do not wait for answers. Several times.",
+        help="Rate of Poisson arrivals (open loop); repeatable.",
     ),
     PER_CLIENT,
     click.option(
@@ -72,21 +74,25 @@ _OPTIONS = (
         default=30.0,
         show_default=True,
         metavar="SECONDS",
-        help="Of arrivals at a rate.",
+        help="How long requests arrive at a rate.",
     ),
     LENGTH,
     click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--ignore-eos", is_flag=True, help="Texts of equal length, for throughput alone."),
+    click.option("--ignore-eos", is_flag=True, help="Texts of equal length, to measure throughput only."),
     click.option("--goodput", metavar="ttft:MS,tpot:MS,e2el:MS", help="Limits of a good request, as in vLLM."),
-    click.option("--model-name", metavar="NAME", help="Of the model behind a URL (default: the server's first)."),
+    click.option("--model-name", metavar="NAME", help="Model to request from a URL (default: the server's first)."),
     click.option("--num-gpus", type=click.IntRange(min=1), help="GPUs of each server; else speeds are per server."),
-    click.option("--hardware", metavar="TEXT", help="For reports (default: this machine, if no URL is measured)."),
+    click.option(
+        "--hardware",
+        metavar="TEXT",
+        help="Name of the hardware in reports (default: this machine, if no URL is measured).",
+    ),
     click.option(
         "--interactivity",
         multiple=True,
         type=click.FloatRange(min=0, min_open=True),
         metavar="TOK_PER_S",
-        help="Compare at so many tok/s per user. Several times.  [default: the highest that all reach]",
+        help="Compare at this tok/s per user; repeatable.  [default: the highest that all reach]",
     ),
     MACHINE,
     click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
@@ -101,7 +107,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(
-    short_help="Servers of the OpenAI API under load.",
+    short_help="OpenAI API servers under load.",
     epilog=examples(
         "dflash-trt bench serve engine --autoregressive --input-file prompts.jsonl --figure speed.svg",
         "dflash-trt bench serve vllm=http://127.0.0.1:8001 http://127.0.0.1:8000 --input-file prompts.jsonl",
@@ -115,11 +121,11 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @JSON
 @click.pass_context
 def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path, **options: Any) -> None:
-    """Throughput, latencies and acceptance by concurrency and request rate, of one server or several in turn.
+    """Throughput, latencies and acceptance of servers, by concurrency and request rate.
 
-    A URL is a server that runs. An engine is served for its turns, with the options of its runtime and without prefix
-    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's;
-    instead of a file they may be a Hugging Face data set on this disk.
+    Servers alternate by rounds. A URL names a running server. An engine is served for its turns, with the options of
+    its runtime and without prefix caching. Rows have the format of `run`, with an optional `category`, or of
+    SPEED-Bench; instead of a file they may be a Hugging Face data set on this disk.
     """
     _check_client()
     from dflash_trt.bench.server_sweep import sweep_servers
@@ -168,7 +174,7 @@ def _publish(
             writer.writeheader()
             writer.writerows(rows)
     if options["figure"] is not None:
-        caption = tuple(f"{name.capitalize()}: {text}" for name, text in facts.items())
+        caption = tuple(f"{name.capitalize()}: {facts[name]}" for name in ("hardware", "workload", "command"))
         title = f"Throughput per {unit} against speed per user"
         figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
         draw(figure, options["figure"])
@@ -190,7 +196,7 @@ def _publish(
 def _sides(
     sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, Any]
 ) -> "tuple[list[Side], dict[str, tuple[Path, RuntimeConfig]]]":
-    """In the order of the command line, those without a drafter first; and engines by name. Raises ConfigError."""
+    """Sides in command line order, autoregressive ones first; and engines by name. Raises ConfigError."""
     from dflash_trt.bench.server_sweep import Side
 
     autoregressive, others, engines = [], [], {}
@@ -236,7 +242,7 @@ def _finder(url: str) -> Callable[[], Any]:
 
 
 def _starter(engine_dir: Path, runtime: RuntimeConfig) -> Callable[[], Any]:
-    """Starts `dflash-trt serve` with one replica. Raises ConfigError or EngineDirError before anything is started."""
+    """Starts `dflash-trt serve` with one replica. Raises ConfigError or EngineDirError before it starts."""
     from dflash_trt.cli.serve import worker_settings
     from dflash_trt.servers.dynamo.settings import check_package
 
@@ -246,7 +252,7 @@ def _starter(engine_dir: Path, runtime: RuntimeConfig) -> Callable[[], Any]:
 
     @cache
     def log_file() -> Path:
-        """Of all turns: between two lines of progress nobody wants a line for each request."""
+        """One log file for all turns: a line per request would bury the progress lines."""
         handle, name = mkstemp(prefix="dflash-trt-bench-serve-", suffix=".log")
         os.close(handle)
         click.echo(f"the server of {engine_dir} writes to {name}", err=True)

@@ -15,10 +15,11 @@ from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table
 from dflash_trt.cli.recipes import config_path
 from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.core.chat_template_options import options_from_words
-from dflash_trt.core.config import Backend, BuildConfig, CollectiveMode, PluginMode, build_config_from
+from dflash_trt.core.config import Backend, BuildConfig, CollectiveMode, build_config_from
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.hub_name import HubName
+from dflash_trt.core.kernel_archive import Architecture
 
 if TYPE_CHECKING:
     from dflash_trt.compile.build import BuildProgress, ProgressCallback
@@ -30,12 +31,12 @@ _FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4 or nvfp4_w4a16"
 
 
 def _choice(kind: Any) -> Choice:
-    """Of the values of a Literal."""
+    """A choice among the values of a Literal."""
     return Choice(get_args(kind))
 
 
 class _BuildCommand(click.Command):
-    """Reads `--check` without a value as `--check=kinds`: click would take the next argument for the value."""
+    """Reads a bare `--check` as `--check=kinds`: click would take the next argument for its value."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(context, ["--check=kinds" if word == "--check" else word for word in args])
@@ -81,8 +82,8 @@ class _BuildCommand(click.Command):
     "--dtype",
     type=_choice(FloatDType),
     help=with_default(
-        "Of activations, and of weights that are not quantized; float16 not with backend torch. With float32 on a "
-        "CPU, K and batch mates change practically no text.",
+        "Data type of activations and unquantized weights; no float16 with backend torch. With float32 on a CPU, "
+        "K and batch mates change practically no text.",
         "dtype",
     ),
 )
@@ -106,20 +107,13 @@ class _BuildCommand(click.Command):
 @click.option(
     "--quantization",
     metavar="FORMAT",
-    help=f"Weight format of target and drafter: {_FORMATS}.  [default: that of the checkpoints]",
+    help=f"Weight format of target and drafter: {_FORMATS}.  [default: the checkpoints' format]",
 )
 @click.option(
     "--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.  [default: --quantization]"
 )
 @click.option(
     "--kv-cache", type=Choice(["fp8", "none"]), help="Format of K/V pages; none is the dtype.  [default: none]"
-)
-@click.option(
-    "--plugins",
-    type=_choice(PluginMode),
-    help=with_default(
-        "Backend tensorrt: kernels of the plugin library, or plain layers (slow, for checks).", "plugins"
-    ),
 )
 @click.option(
     "--plugin-library",
@@ -130,6 +124,12 @@ class _BuildCommand(click.Command):
     "--collectives",
     type=_choice(CollectiveMode),
     help=with_default("Backend tensorrt, several ranks: TensorRT's own layers, or plugins.", "collectives"),
+)
+@click.option(
+    "--compile-for",
+    metavar="ARCH,...",
+    callback=lambda context, option, value: value and value.split(","),
+    help=f"Backend torch: ship kernels compiled for {' or '.join(get_args(Architecture))}, with this Triton.",
 )
 @click.option(
     "--check",

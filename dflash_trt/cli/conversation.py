@@ -56,7 +56,7 @@ class _Conversation:
         self._kwargs = options.template_kwargs
         self._system = [] if options.system is None else [{"role": "system", "content": options.system}]
         self._messages: list[dict[str, str]] = []  # without the system's
-        self._outputs: list[GenerationOutput] = []  # of all conversations
+        self._outputs: list[GenerationOutput] = []  # from all conversations
 
     def prompt(self, text: str) -> dict[str, Any]:
         messages = [*self._system, *self._messages, {"role": "user", "content": text}]

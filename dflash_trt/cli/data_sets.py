@@ -1,7 +1,7 @@
-"""Rows of Hugging Face data sets that are on this disk, as rows of a load test. It knows files, and downloads nothing.
+"""Rows of Hugging Face data sets on this disk, as rows of a load test. Reads files, downloads nothing.
 
 Layouts: a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote (Arrow), a snapshot of a repository
-of the Hub (Parquet), or one file of either kind. pyarrow reads them; it is imported here and nowhere else.
+of the Hub (Parquet), or one file of either kind. Only this module imports pyarrow, which reads them.
 """
 
 import json
@@ -36,7 +36,9 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def rows_of_data_set(path: Path, *, columns: Mapping[str, str], split: str | None) -> Iterator[dict[str, Any]]:
-    """The fields of each row that have a value; `columns` are columns by field, by default those of a field's name.
+    """The fields of each row that have a value.
+
+    `columns` are columns by field; by default a field is its own column.
 
     Raises:
         ConfigError: pyarrow is not installed, there is no such split or column, or a file cannot be read.
@@ -123,7 +125,10 @@ def _chosen(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """Without the fields of structs that Arrow fills with nulls; a struct of lists, of older `datasets`, as objects."""
+    """`value` without struct fields that Arrow fills with nulls.
+
+    A struct of lists, as older `datasets` write messages, becomes a list of objects.
+    """
     if isinstance(value, dict):
         fields = {name: _plain(inner) for name, inner in value.items() if inner is not None}
         if fields.keys() >= {"role", "content"} and all(isinstance(inner, list) for inner in fields.values()):

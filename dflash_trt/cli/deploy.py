@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
 
 _SETTINGS = (
-    runtime_options(without=["device"]),  # an instance's device is that of its group: --gpus, or the CPU
-    click.option(
-        "--default-max-new-tokens", type=int, default=128, show_default=True, help="For requests that say none."
-    ),
+    runtime_options(without=["device"]),  # an instance's device follows from its group: --gpus, or the CPU
+    click.option("--default-max-new-tokens", type=int, default=128, show_default=True, help="Default of requests."),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
     click.option("--system", metavar="TEXT", help="System message of these conversations."),
     click.option(
-        "--drain-timeout", type=float, default=5.0, show_default=True, metavar="SECONDS", help="For requests at a stop."
+        "--drain-timeout",
+        type=float,
+        default=5.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time for running requests to finish at shutdown.",
     ),
     click.option(
         "--accept-parameter",
@@ -46,7 +49,7 @@ def _settings_options(command: Any) -> Any:
 
 @click.group(
     cls=Group,
-    short_help="Serve an engine behind another server.",
+    short_help="Serve an engine through another server.",
     epilog=examples("dflash-trt deploy triton engine -o models"),
 )
 def deploy() -> None:
@@ -67,7 +70,7 @@ def deploy() -> None:
 @click.option(
     "--environment",
     type=click.Path(path_type=Path),
-    help="Virtual environment the model runs in (default: that of the first python3 on the server's PATH).",
+    help="Virtual environment of the model (default: the environment of the first python3 on the server's PATH).",
 )
 @click.option("--copy-engine", is_flag=True, help="Copy the engine into the repository instead of naming its path.")
 @click.option(
@@ -75,15 +78,17 @@ def deploy() -> None:
     type=int,
     default=1,
     show_default=True,
-    help="Engine loops on a CPU, a process each and for each rank.",
+    help="Engine instances on a CPU; one process per instance and rank.",
 )
 @click.option(
     "--gpus",
     metavar="0,1,...",
     help="One instance on each of these GPUs, or on each N of them for an engine of N ranks.",
 )
-@click.option("--batch-dimension", is_flag=True, help="For clients that send [1, 1] where others send [1].")
-@click.option("--check", "check_only", is_flag=True, help="Only check a repository that stands.")
+@click.option(
+    "--batch-dimension", is_flag=True, help="Accept shape [1, 1] for [1], for clients that send a batch dimension."
+)
+@click.option("--check", "check_only", is_flag=True, help="Only check an existing repository.")
 @click.option(
     "--llmapi",
     type=click.Path(path_type=Path),
@@ -216,8 +221,8 @@ def _print_command(repository: Path, deployment: "Deployment") -> None:
         click.echo(f"Python environment of the model: {deployment.environment.resolve()}, activated by the server.")
     else:
         click.echo(
-            "Python environment of the model: that of the first python3 on the server's PATH, with dflash-trt, PyTorch "
-            "and 'numpy<2' in it and its libpython on LD_LIBRARY_PATH; --environment DIR names one instead."
+            "Python environment of the model: the first python3 on the server's PATH, which needs dflash-trt, PyTorch "
+            "and 'numpy<2', and its libpython on LD_LIBRARY_PATH; --environment DIR names another one."
         )
     if deployment.gpus:
         click.echo(

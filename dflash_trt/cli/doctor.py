@@ -18,7 +18,7 @@ _TIME_LIMIT_S = 30.0
     default=_TIME_LIMIT_S,
     show_default=True,
     metavar="SECONDS",
-    help="Time that each check may take.",
+    help="Time limit of each check.",
 )
 @click.option("--full", "is_full", is_flag=True, help="Import all of ModelOpt, too, which takes ten seconds or more.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")

@@ -1,4 +1,4 @@
-"""The console script. It imports the commands inside of what answers a Ctrl-C: imports are the first of a run."""
+"""The console script. Commands are imported where Ctrl-C is handled: a run begins with its imports."""
 
 import sys
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""`dflash-trt eval`: two engines of one pair against each other, as a table, as JSON, and as a gate for CI.
+"""`dflash-trt eval`: compares two engines of one pair, as a table, as JSON, and as a gate for CI.
 
 Knows options, files and the terminal; the numbers are `bench.comparison`'s.
 """
@@ -35,10 +35,15 @@ if TYPE_CHECKING:
     "--against", required=True, metavar="ENGINE_DIR", type=click.Path(path_type=Path), help="The baseline engine."
 )
 @click.option(
-    "--input-file", required=True, type=click.Path(path_type=Path), help="JSONL rows as for `run`; their prompts count."
+    "--input-file",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="JSONL prompts, as for `run`; other fields are ignored.",
 )
-@click.option("--num-prompts", type=click.IntRange(min=1), help="Take only the first so many.  [default: all]")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="The longest text.")
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Use only the first N prompts.  [default: all]")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest text in tokens."
+)
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
@@ -48,9 +53,9 @@ if TYPE_CHECKING:
 def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:
     """Measure what ENGINE_DIR loses against another engine of the same pair, greedily.
 
-    Both targets are asked for their next-token distribution along the baseline's own texts: token agreement and KL
-    divergence. Perplexity is that of the prompts' own tokens. Acceptance lengths are of each engine's own run. With
-    gates, the exit code is 3 when one of them is missed.
+    Both targets compute their next-token distributions along the baseline's own texts, for token agreement and KL
+    divergence. Perplexity is measured on the prompts, acceptance length on each engine's own run. With gates, the exit
+    code is 3 if one is missed.
     """
     from dflash_trt.engine_dir import EngineDir
 
@@ -135,11 +140,12 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: Runti
 
 def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> list[GenerationOutput]:
     """Greedy texts. A prompt that cannot run is an error, since the comparison needs all of them."""
+    from dflash_trt.executor.opening import with_one_draft_length
     from dflash_trt.serving.llm import LLM
 
     click.echo(f"generating with {engine.path} ...", err=True)
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM(engine.path, config))
+        llm = stack.enter_context(LLM(engine.path, with_one_draft_length(config, engine)))
         outputs = llm.generate([job.prompt for job in jobs], [_greedy(job) for job in jobs])
     errors = [
         f"{job.row_id}: {output.error}" for job, output in zip(jobs, outputs, strict=True) if output.error is not None

@@ -1,6 +1,8 @@
-"""What every --help has: examples at its end, and the defaults that a configuration file may replace."""
+"""Parts of every --help: examples at its end, and the defaults that a configuration file may replace."""
 
 from typing import Any
+
+import click
 
 from dflash_trt.core.config import BuildConfig
 
@@ -11,8 +13,50 @@ def examples(*commands: str) -> str:
     return f"\b\nExample{'s' if len(commands) > 1 else ''}:\n{lines}"  # \b: click leaves the lines as they are
 
 
+class LongCommand(click.Command):
+    """A command with many options: `--help` shows the common ones, `--help-all` every option."""
+
+    def __init__(self, *args: Any, common: tuple[str, ...], **options: Any) -> None:
+        """`common` are names of parameters, in the order of `--help`."""
+        super().__init__(*args, **options)
+        self._common = common
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_all,
+                help="Show every option and exit.",
+            )
+        )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if _shows_all(ctx):
+            super().format_options(ctx, formatter)
+            return
+        params = {param.name: param for param in self.get_params(ctx)}
+        shown = [params[name] for name in (*self._common, "help_all")]
+        shown += [help_option] if (help_option := self.get_help_option(ctx)) is not None else []
+        num_others = sum(isinstance(param, click.Option) for param in params.values()) - len(shown)
+        records = [record for param in shown if (record := param.get_help_record(ctx)) is not None]
+        with formatter.section(f"Common options ({num_others} more: {ctx.command_path} --help-all)"):
+            formatter.write_dl(records)
+
+
+def _shows_all(context: click.Context) -> bool:
+    return bool(context.meta.get(__name__))
+
+
+def _print_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        context.meta[__name__] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
 def with_default(help: str, name: str) -> str:
-    """The help of an option of `build` that has no default of its own: the configuration file may have the value."""
+    """Help of a `build` option without a default of its own: the configuration file may have the value."""
     return f"{help}  [default: {_default(name)}]"
 
 

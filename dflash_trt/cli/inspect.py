@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         **describe_models(config),
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
+        "kernels": _kernels(engine),
         "has_tokenizer": engine.tokenizer_path is not None,
         "chat_template_options": manifest.chat_template_options,
         "files": {
@@ -87,7 +89,7 @@ def describe_models(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def _pages(states: "Sequence[LayerState]") -> dict[str, Any]:
-    """Of one model, on each rank."""
+    """Pages of one model, per rank."""
     from dflash_trt.core.state_spec import paged
 
     return {
@@ -111,8 +113,14 @@ def _page_plan(engine: "EngineDir") -> str:
         return str(error)
 
 
+def _kernels(engine: "EngineDir") -> dict[str, Any]:
+    """Origin of the compiled kernels by architecture; raises EngineDirError if a file of them was changed."""
+    archives = {architecture: engine.kernels(architecture) for architecture in engine.kernel_architectures}
+    return {name: asdict(archive.index) for name, archive in archives.items() if archive is not None}
+
+
 def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
-    """The spec, with what follows from it. Sizes are those of the whole model."""
+    """The spec and sizes that follow from it, of the whole model."""
     return {
         **spec.model_dump(mode="json"),
         "num_layers": spec.num_layers,
@@ -121,7 +129,7 @@ def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
 
 
 def _weights_bytes(config: "PretrainedConfig") -> dict[str, dict[str, Any]]:
-    """Of each model's tensors on all ranks. Opening has compared the files' headers."""
+    """Bytes of each model's tensors on all ranks. Opening has compared the files' headers."""
     from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes, weight_bytes_fields
 
     of_rank = rank_weight_bytes(config)
@@ -156,6 +164,10 @@ def _print(report: dict[str, Any]) -> None:
     if report["tensorrt_llm"]:
         console.print(
             f"TensorRT-LLM {report['tensorrt_llm']['versions']}, opened as llm_args.yaml says", soft_wrap=True
+        )
+    for architecture, index in report["kernels"].items():
+        console.print(
+            f"{index['num_kernels']} kernels for {architecture}, compiled by Triton {index['triton_version']}"
         )
     console.print(f"K/V on this machine: {report['kv_pages_here']}", soft_wrap=True)
     console.print(_files_table(report["files"]))
@@ -269,7 +281,7 @@ def _print_tensorrt(console: "Console", record: dict[str, Any]) -> None:
 
     console.print(
         f"TensorRT {record['tensorrt_version']}, for {record['gpu_name']} (compute capability "
-        f"{record['compute_capability']}), plugins {record['plugins']}, {record['num_layers']} layers, "
+        f"{record['compute_capability']}), {record['num_layers']} layers, "
         f"compiled in {record['build_time_s']:.1f} s; flags {', '.join(record['flags']) or 'none'}",
         soft_wrap=True,
     )

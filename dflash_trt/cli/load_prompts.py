@@ -1,7 +1,7 @@
-"""Conversations of a load test: the rows of `dflash-trt run`, with a category, those of SPEED-Bench, or of a data set.
+"""Conversations of a load test, from rows as in `dflash-trt run`, SPEED-Bench or a data set.
 
 SPEED-Bench (nvidia/SPEED-Bench, prepared with specdec_bench or NeMo-Skills) has `question_id`, `category`, and
-`messages` or `turns`: what the user says turn by turn. Its data are not ours to ship.
+`messages` or `turns`: the user's text turn by turn. We may not ship its data.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 def read_conversations(
     path: Path, *, categories: Sequence[str] = (), columns: Mapping[str, str] | None = None, split: str | None = None
 ) -> list[Conversation]:
-    """The rows of a JSONL file or of a data set, or those of the named categories; their sampling does not count.
+    """Rows of a JSONL file or data set, optionally of some categories only.
 
-    They come one of each category in turn, so that a load that takes few of them has its share of all. `columns` are
-    columns by field: only these are read then. `split` is one of a data set.
+    Their sampling fields are ignored. Categories alternate, so that a load that takes few rows has a share of each.
+    `columns` are columns by field: only these are read then. `split` is a split of a data set.
 
     Raises:
         ConfigError: rows are wrong, there is none, or none of a category.
@@ -81,9 +81,9 @@ def _lines(path: Path, columns: Mapping[str, str], split: str | None) -> Iterato
 
 
 def _renamed(line: bytes, columns: Mapping[str, str], number: int, known: dict[str, None]) -> bytes:
-    """The row with these columns alone; one that is no JSON object as it is, for the reader of rows to refuse.
+    """The row with these columns only.
 
-    `known` gains the row's columns.
+    A row that is no JSON object is returned unchanged, to be refused later. `known` gains the row's columns.
     """
     try:
         fields = json.loads(line)

@@ -53,7 +53,7 @@ class _Group(Group):
             code = shown.exit_code
         except (click.Abort, KeyboardInterrupt):
             code = _fail("interrupted", ExitCode.INTERRUPTED)
-        except BrokenPipeError:  # whoever read our output has gone; nor can the interpreter flush it at its end
+        except BrokenPipeError:  # the reader of our output has gone, and the interpreter cannot flush it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = ExitCode.FAILED
         except OSError as error:
@@ -97,7 +97,7 @@ def main() -> NoReturn:
 
 
 def _skip_last_collection() -> None:
-    """The collection at exit would look at all of PyTorch once more. Triton's bindings complain without it."""
+    """Skip the collection at exit, which walks all of PyTorch. Triton's bindings complain without it."""
     if "triton" not in sys.modules:
         gc.freeze()
 

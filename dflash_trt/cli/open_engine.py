@@ -1,4 +1,4 @@
-"""Opening of an engine for a person: a status line, the settings, and refusals before any weights are read."""
+"""Opens an engine with a status line, its settings, and refusals before any weights are read."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ def open_engine(
 
 
 def refuse_if_none_runs(rows: Sequence[InputRow], reader: "RequestReader") -> None:
-    """Raises RequestError when every row is refused. Only as many are read as it takes to find one that is not."""
+    """Raise RequestError if every row is refused. Reads rows only up to the first that is not."""
     reasons: list[str] = []
     for row in rows:
         if isinstance(row, Refusal):

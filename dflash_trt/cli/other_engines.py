@@ -35,11 +35,11 @@ class Choice(click.Choice[str]):
 
 
 def answered(error: click.NoSuchOption, words: Sequence[str]) -> click.UsageError:
-    """The error with an answer, if the option is another engine's or that of another command."""
+    """The error with a hint, if the option belongs to another engine or another command."""
     if error.ctx is None:
         return error
     typed = [word.partition("=")[0] for word in words]
-    # Of `-tp` click reports `-t`.
+    # For `-tp`, click reports `-t`.
     for word in [word for word in typed if word == error.option_name or word[:2] == error.option_name]:
         if (hint := _hint(field_of(word), error.ctx)) is not None:
             return click.UsageError(f"No such option '{word}'. {hint}", error.ctx)

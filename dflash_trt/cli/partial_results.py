@@ -1,7 +1,7 @@
-"""`FILE.partial`: where `run` puts every row of FILE as soon as it is finished, and where `--resume` goes on.
+"""`FILE.partial`: `run` writes every row of FILE there as soon as it is finished; `--resume` reads it.
 
 Line 1 holds the settings that texts depend on; each further line holds one row's result with the row's index and hash.
-Rows stand in the order in which they finished. When all are there, FILE is written from them, in input order.
+Rows are in order of completion. When all are there, FILE is written from them, in input order.
 """
 
 import fcntl
@@ -43,10 +43,10 @@ class PartialResults:
     def __init__(self, path: Path, rows: Sequence[InputRow], settings: Mapping[str, Any], *, resumes: bool) -> None:
         self.path = path
         self._rows = rows
-        self._offsets: dict[int, int] = {}  # of each row's latest record
+        self._offsets: dict[int, int] = {}  # row index to its latest record
         self._finished: set[int] = set()  # rows that need not run again
         self._failed: set[int] = set()  # in the engine, not refused: they may succeed another time
-        self._size = 0  # of whole lines
+        self._size = 0  # complete lines only
         self._stream = _open_locked(path, resumes=resumes)
         try:
             self._read(settings)
@@ -89,7 +89,7 @@ class PartialResults:
         else:
             self.path.unlink()
 
-    def keep(self) -> None:
+    def suspend(self) -> None:
         """The run ends early: leave whole lines only, or nothing when there is no result yet."""
         if not self._finished:
             self.path.unlink()
@@ -178,7 +178,9 @@ class PartialResults:
 def partial_results(
     output: Path, trace: Path | None, rows: Sequence[InputRow], settings: Mapping[str, Any], *, resumes: bool
 ) -> Iterator[PartialResults]:
-    """Collect the rows of `output`, which appears, with `trace`, when the block ends well; else they are kept.
+    """Collect the rows of `output`. `output` and `trace` are written if the block ends without error.
+
+    Otherwise the rows are kept.
 
     Raises:
         ConfigError: an earlier run left results and `resumes` is false; or they are of other settings or rows.
@@ -191,7 +193,7 @@ def partial_results(
             yield partial
             partial.publish(output, write_trace)
     except BaseException:
-        partial.keep()
+        partial.suspend()
         raise
     finally:
         partial.close()
@@ -224,7 +226,7 @@ def _open_locked(path: Path, *, resumes: bool) -> FileIO:
 
 
 def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of all samples of a row."""
+    """Results of all samples of a row."""
     return [record["result"], *record.get("samples", ())]
 
 
@@ -239,7 +241,7 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
 
 
 def _sha256(row: InputRow) -> str:
-    """Of all that its text depends on; equal for equal rows of one version of dflash-trt."""
+    """Hash of everything that a row's text depends on; equal for equal rows of one version of dflash-trt."""
     fields = asdict(row) if isinstance(row, Job) else {"error": row.error}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""`dflash-trt plan`: does an engine fit a GPU, and how fast could a step be? From config.json files alone."""
+"""`dflash-trt plan`: does an engine fit a GPU, and how fast can a step be? From config.json alone."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli import plan_advice, plan_sweep
 from dflash_trt.cli.build import build, merged_config
-from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.plan_sweep import OPTION_NAMES, add_options, refuse_options, run_sweep
+from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflash_trt.plan.step_costs import StepCosts
     from dflash_trt.plan.step_floor import Step
 
-_NOT_OF_PLANS = ("config_file", "output", "checked_layers", "overwrite", "as_json")
+_NOT_OF_PLANS = ("config_file", "output", "checked_layers", "compile_for", "overwrite", "as_json")
 _ENGINE_OPTIONS = [param for param in build.params if param.name not in _NOT_OF_PLANS]
 _ACCEPTANCE_LENGTHS = (2.0, 3.0, 4.0, 5.0)
 _CONCURRENCIES = (1, 8, 64)
@@ -50,16 +50,37 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *(
+            "gpu",
+            "concurrencies",
+            "contexts",
+            "acceptance_lengths",
+            "sweep",
+            "accepted",
+            "layouts",
+            "per_user",
+            "num_gpus",
+        ),
+        *("target", "drafter", "quantization", "kv_cache", "tp_size", "max_batch_size", "max_seq_len", "as_json"),
+    ),
     short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.",
     epilog=examples(
         "dflash-trt plan Qwen/Qwen3-8B --gpu h200",
+        "dflash-trt plan gpt-oss-120b-mxfp4 --gpu b300 --gpus 8 --per-user 200 --price 4",
         "dflash-trt plan qwen3-8b-nvfp4 --gpu b300 --sweep --accepted 0.8,0.6,0.45,0.3 --per-user 200",
     ),
 )
 @click.argument("sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1)
-@click.option("--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
 @click.option(
-    "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Instead, a machine file of `bench machine`."
+    "--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB (default: this machine's)."
+)
+@click.option(
+    "--machine",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plan for a machine measured with `bench machine`.",
 )
 @click.option(
     "--acceptance-length",
@@ -83,7 +104,8 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     help="Tokens of each request (default: 1024,8192,32768,131072).",
 )
 @click.option("--sweep", is_flag=True, help="Simulate loads: tok/s per user against tok/s per GPU.")
-@add_options
+@plan_sweep.add_options
+@plan_advice.add_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
 def plan(
@@ -104,8 +126,11 @@ def plan(
     Sources are a YAML file of `build` or a recipe's name; or a target and its drafter, names on the Hugging Face hub or
     directories, of which config.json is enough.
 
-    With --sweep the scheduler runs in simulated time, over steps that take what their bytes and FLOPs take: tok/s per
-    user against tok/s per GPU without a drafter and with each, in every --layout. Nothing of it is measured.
+    With --gpus N it answers for a node: the layout, format, batch and K with the most tok/s, for --per-user and --ttft
+    where they are given, alternatives beside it, and commands to paste.
+
+    With --sweep the scheduler runs in simulated time, over steps that take what their kernels take: tok/s per user
+    against tok/s per GPU without a drafter and with each, in every --layout. Nothing of it is measured.
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
@@ -114,51 +139,75 @@ def plan(
     from dflash_trt.plan.remedies import remedies
 
     chosen, costs = _machine(gpu, machine)
-    options = {name: flags.pop(name) for name in OPTION_NAMES}
-    config, base_dir = merged_config(*_with_sources(sources, flags))
+    advice, options = ({name: flags.pop(name) for name in kind.OPTION_NAMES} for kind in (plan_advice, plan_sweep))
+    config_file, flags = _with_sources(sources, flags)
+    command = plan_advice.BuildCommand.given(config_file, flags)
+    config, base_dir = merged_config(config_file, flags)
+    of_steps = {"--acceptance-length": acceptance_lengths, "--context": contexts, "--concurrency": concurrencies}
+    _refuse_others(sweep, advice, options, [name for name, given in of_steps.items() if given])
     if sweep:
-        if acceptance_lengths or contexts:
-            hint = "Say --accepted and --prompt-tokens instead."
-            raise ConfigError.about("--sweep", expected="no --acceptance-length, no --context", found="one", hint=hint)
         options["concurrencies"] = concurrencies
-        run_sweep(context, config, base_dir, chosen, costs, options, as_json=as_json)
+        plan_sweep.run_sweep(context, config, base_dir, chosen, costs, options, as_json=as_json)
         return
-    refuse_options(options)
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
-    config = found.config
-    pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
-    pair = with_draft_window(pair, config.draft_window)
+    config, paths = found.config, (found.paths["target"], found.paths.get("drafter"))
+    pair = with_draft_window(read_pair(*paths, drafter_overrides=config.drafter_overrides), config.draft_window)
+    if advice["num_gpus"] is not None:
+        alone = read_pair(paths[0], None)
+        plan_advice.run_advice(config, pair, alone, chosen, costs, options | advice, command=command, as_json=as_json)
+        return
     made = plan_engine(config, pair, chosen)
     limits = made.build_config
-    lengths = _checked_lengths(acceptance_lengths, limits.max_draft_len)
     report = describe(
         made,
         () if made.fits else tuple(remedies(config, pair, chosen)),
         backend=config.backend,
         costs=costs,
-        acceptance_lengths=lengths,
+        acceptance_lengths=_checked_lengths(acceptance_lengths, limits.max_draft_len),
         concurrencies=concurrencies or _within(_CONCURRENCIES, limits.max_batch_size),
         contexts=contexts or _within(_CONTEXTS, limits.max_seq_len),
     )
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        _print(report)
+    click.echo(json.dumps(report, indent=2)) if as_json else _print(report)
+
+
+def _refuse_others(sweep: bool, advice: dict[str, Any], options: dict[str, Any], of_steps: Sequence[str]) -> None:
+    """Raises ConfigError: options of one kind of plan with another; `of_steps` are those of floors of steps."""
+    has_advice = advice["num_gpus"] is not None
+    if sweep and has_advice:
+        raise ConfigError.about("plan", expected="--sweep or --gpus", found="both")
+    allowed = ("--concurrency",) if sweep else ()
+    others = [name for name in of_steps if name not in allowed]
+    if (sweep or has_advice) and others:
+        kind = "--sweep" if sweep else "--gpus"
+        hint = "Say --accepted and --prompt-tokens instead."
+        raise ConfigError.about(kind, expected="none of the options of steps", found=", ".join(others), hint=hint)
+    if not has_advice:
+        plan_advice.refuse_options(advice)
+    if not sweep:
+        plan_sweep.refuse_options(options, allowed=plan_advice.SHARED if has_advice else ())
 
 
 def _machine(gpu: str | None, machine: Path | None) -> "tuple[Gpu, StepCosts | None]":
-    """Raises ConfigError: neither is given, or both."""
-    if (gpu is None) == (machine is None):
-        found = "neither" if gpu is None else "both"
-        raise ConfigError.about("plan", expected="--gpu NAME or --machine FILE", found=found)
+    """By default this machine's GPU. Raises ConfigError: there is none, or both are given."""
+    if gpu is not None and machine is not None:
+        raise ConfigError.about("plan", expected="--gpu NAME or --machine FILE", found="both")
     if machine is not None:
         from dflash_trt.plan.machine_file import read_machine_file
 
         read = read_machine_file(machine)
         return read.gpu, read.costs
-    from dflash_trt.plan.gpus import gpu_of
+    from dflash_trt.doctor.machine import gpus
+    from dflash_trt.plan.gpus import GPUS, gpu_of, named_like
 
-    return gpu_of(str(gpu)), None
+    if gpu is not None:
+        return gpu_of(gpu), None
+    here = next(iter(gpus()), None)
+    named = None if here is None else named_like(here["name"])
+    if here is None or not (named or here["memory_mib"].isdigit()):  # some GPUs have no memory of their own: "[N/A]"
+        hint = f"Name one: {', '.join(known.name for known in GPUS)}, or its memory in GiB."
+        raise ConfigError.about("plan", expected="--gpu NAME, or a GPU in this machine", found="neither", hint=hint)
+    click.echo(f"--gpu: this machine's, {here['name']}", err=True)
+    return named or gpu_of(f"{int(here['memory_mib']) / 1024:.1f}"), None
 
 
 def _with_sources(sources: Sequence[str], flags: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -180,7 +229,7 @@ def _with_sources(sources: Sequence[str], flags: dict[str, Any]) -> tuple[str | 
 
 
 def _directory(source: str) -> str:
-    """Of a config.json, the directory that holds it."""
+    """The directory that holds a config.json; other sources unchanged."""
     path = Path(source)
     return str(path.parent) if path.name == "config.json" else source
 
@@ -209,9 +258,9 @@ def describe(
     concurrencies: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them.
+    """All results of `plan` as plain JSON types; models, mapping and limits as in `inspect`.
 
-    `costs` are those of a machine file, None of a GPU of the table: assumed then.
+    `costs` are from a machine file. None means a GPU of the table, whose costs are assumed.
     """
     from dflash_trt.cli.inspect import describe_models
     from dflash_trt.plan.step_floor import Step
@@ -267,18 +316,19 @@ def _memory(made: "EnginePlan") -> dict[str, int]:
 def _step(
     made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float], costs: "StepCosts | None"
 ) -> dict[str, Any]:
-    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding.
+    """Floors of verify and autoregressive steps, and the throughput per user that they allow.
 
-    `expected_s` is what the cost model of `plan --sweep` says, of which `reached_fraction` is the floor.
+    `expected_s` is the estimate of `plan --sweep`'s cost model, of which `reached_fraction` is the floor, and
+    `expected_s_by_source` where its parts come from.
     """
-    from dflash_trt.plan.step_costs import StepClock, assumed_costs
+    from dflash_trt.plan.step_costs import clock_of
     from dflash_trt.plan.step_floor import Step
     from dflash_trt.plan.step_work import EngineWork
 
     has_drafter = made.pretrained_config.draft is not None
     floor = made.floor(step, has_drafter=has_drafter)
     work = EngineWork(made.pretrained_config, has_drafter=has_drafter).of(step.rows)
-    expected_s = StepClock(made.gpu, costs or assumed_costs(made.gpu)).time(work).device_s
+    expected = clock_of(made.gpu, costs).time(work)
     plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
     return {
         "num_requests": step.num_requests,
@@ -286,8 +336,9 @@ def _step(
         "num_draft_tokens": step.num_draft_tokens,
         **asdict(floor),
         "total_s": floor.total_s,
-        "expected_s": expected_s,
-        "reached_fraction": floor.total_s / expected_s,
+        "expected_s": expected.device_s,
+        "expected_s_by_source": dict(expected.known_s),
+        "reached_fraction": floor.total_s / expected.device_s,
         "autoregressive_tok_per_s": 1 / made.floor(plain, has_drafter=False).total_s,
         "tok_per_s_by_acceptance_length": {f"{length:g}": length / floor.total_s for length in acceptance_lengths},
     }
@@ -331,7 +382,8 @@ def _print(report: dict[str, Any]) -> None:
         )
         console.print(title, soft_wrap=True)
         Console(highlight=False, markup=False, width=max(console.width, _STEPS_WIDTH)).print(_steps_table(report))
-        reach = "Reach: the part of a step that its floor takes by the cost model of --sweep."
+        sources = ", ".join(dict.fromkeys(name for step in report["steps"] for name in step["expected_s_by_source"]))
+        reach = f"Reach: the part of a step that its floor takes. Times of a step: {sources}"
         console.print(f"No kernel is below a floor. {reach}", soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)

@@ -16,7 +16,7 @@ from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
 if TYPE_CHECKING:
     from dflash_trt.checkpoint.specs import PairSpecs
     from dflash_trt.plan.gpus import Gpu
-    from dflash_trt.plan.step_costs import StepCosts
+    from dflash_trt.plan.step_costs import StepClock, StepCosts
     from dflash_trt.simulation.acceptance import AcceptanceByPosition
     from dflash_trt.simulation.sweep import SimulatedEngine, Workload
 
@@ -32,16 +32,20 @@ OPTIONS = (
         "layouts",
         multiple=True,
         metavar="tpNepNxN",
-        help="Ranks, groups of experts and replicas, such as tp8ep8 or tp1x8. Several times (default: of --tp-size).",
+        help="TP ranks, expert groups and replicas, such as tp8ep8 or tp1x8; repeatable (default: from --tp-size).",
     ),
     click.option(
-        "--other-drafter", "other_drafters", multiple=True, metavar="DRAFTER", help="Of the same target. Several times."
+        "--other-drafter",
+        "other_drafters",
+        multiple=True,
+        metavar="DRAFTER",
+        help="Another drafter of the target; repeatable.",
     ),
     click.option(
         "--accepted",
         multiple=True,
         metavar="P,...|FILE",
-        help="Part of the verify steps that accept each draft, or a JSON report of bench; for each drafter in turn.",
+        help="Acceptance rate per draft position, or a JSON report of bench; for each drafter in turn.",
     ),
     click.option(
         "--sweep-draft-length",
@@ -49,17 +53,30 @@ OPTIONS = (
         multiple=True,
         type=_POSITIVE,
         metavar="K",
-        help="Drafts per step. Several times (default: as many as the drafter makes and --accepted has).",
+        help="Drafts per step; repeatable (default: as many as the drafter makes and --accepted has).",
     ),
-    click.option("--prompt-tokens", type=_POSITIVE, metavar="N", help="Of a request (default: 1024)."),
-    click.option("--output-tokens", type=_POSITIVE, metavar="N", help="Of a request (default: 256)."),
-    click.option("--spread", type=click.FloatRange(0, 0.9), metavar="FRACTION", help="Of both lengths (default: 0.2)."),
+    click.option("--prompt-tokens", type=_POSITIVE, metavar="N", help="Prompt tokens of a request (default: 1024)."),
+    click.option("--output-tokens", type=_POSITIVE, metavar="N", help="Output tokens of a request (default: 256)."),
     click.option(
-        "--request-rate", "request_rates", multiple=True, type=_SPEED, metavar="PER_SECOND", help="Poisson arrivals."
+        "--spread", type=click.FloatRange(0, 0.9), metavar="FRACTION", help="Spread of both lengths (default: 0.2)."
     ),
-    click.option("--requests-per-client", type=_POSITIVE, metavar="N", help="One after the other (default: 3)."),
-    click.option("--duration", type=_SPEED, metavar="SECONDS", help="Of arrivals at a rate (default: 60)."),
-    click.option("--per-user", multiple=True, type=_SPEED, metavar="TOK_PER_S", help="Name the best configuration."),
+    click.option(
+        "--request-rate",
+        "request_rates",
+        multiple=True,
+        type=_SPEED,
+        metavar="PER_SECOND",
+        help="Rate of Poisson arrivals (open loop).",
+    ),
+    click.option(
+        "--requests-per-client", type=_POSITIVE, metavar="N", help="Requests of a client, in sequence (default: 3)."
+    ),
+    click.option(
+        "--duration", type=_SPEED, metavar="SECONDS", help="How long requests arrive at a rate (default: 60)."
+    ),
+    click.option(
+        "--per-user", multiple=True, type=_SPEED, metavar="TOK_PER_S", help="Name the best configuration at this speed."
+    ),
     click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
     click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
 )
@@ -91,7 +108,7 @@ class Drafted:
     @property
     def name(self) -> str:
         draft = self.pair.draft
-        return "AR" if draft is None else _NAMES[draft.algorithm]
+        return "AR" if draft is None else _NAMES.get(draft.algorithm, draft.algorithm)
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,12 +117,19 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def refuse_options(options: dict[str, Any]) -> None:
+def refuse_options(options: dict[str, Any], *, allowed: Sequence[str] = ()) -> None:
     """Raises ConfigError: options of a sweep without --sweep."""
-    given = [name for name in OPTION_NAMES if options[name] not in (None, ())]
+    given = [name for name in OPTION_NAMES if options[name] not in (None, ()) and name not in allowed]
     if given:
         words = ", ".join(option.replace("_", "-") for option in given)
-        raise ConfigError.about("plan", expected="--sweep beside its options", found=words, hint="Add --sweep.")
+        raise ConfigError.about("plan", expected="--sweep with its options", found=words, hint="Add --sweep.")
+
+
+def require_bandwidth(gpu: "Gpu", option: str) -> None:
+    """Raises ConfigError: of this GPU only the memory is known."""
+    if gpu.bytes_per_s is None:
+        hint = "Name a GPU, or pass --machine FILE of `dflash-trt bench machine`."
+        raise ConfigError.about(option, expected="a machine whose bandwidth is known", found=gpu.name, hint=hint)
 
 
 def run_sweep(
@@ -124,22 +148,17 @@ def run_sweep(
         ConfigError: an option is wrong, or nothing is known about this machine's speed.
         CapacityError: no configuration fits.
     """
-    from dflash_trt.plan.step_costs import assumed_costs
+    from dflash_trt.plan.step_costs import clock_of
     from dflash_trt.simulation.report import SweepReport, assumptions
     from dflash_trt.simulation.sweep import sweep
 
-    if gpu.bytes_per_s is None:
-        hint = "Name a GPU, or pass --machine FILE of `dflash-trt bench machine`."
-        raise ConfigError.about("--sweep", expected="a machine whose bandwidth is known", found=gpu.name, hint=hint)
+    require_bandwidth(gpu, "--sweep")
     _check_paths(options["csv_path"], options["figure"])
     workload = _workload(options)
     drafted = list(_drafters(config, base_dir, options))
     layouts = [_layout(text) for text in options["layouts"]] or [(config.tp_size, config.ep_size, 1)]
-    found = [
-        _engines(item, layout, gpu, costs or assumed_costs(gpu), options["draft_lengths"])
-        for item in drafted
-        for layout in layouts
-    ]
+    clock = clock_of(gpu, costs)
+    found = [_engines(item, layout, clock, options["draft_lengths"]) for item in drafted for layout in layouts]
     engines = [engine for fitting, _ in found for engine in fitting]
     left_out = tuple(reason for _, reasons in found for reason in reasons)
     if not engines:
@@ -149,7 +168,7 @@ def run_sweep(
         subject=Path(str(config.target)).name,
         hardware=f"{max(engine.num_gpus for engine in engines)} x {gpu.name}",
         command=shlex.join(context.find_root().obj or ["dflash-trt", "plan", "--sweep"]),
-        assumptions=assumptions(engines, workload, gpu, is_measured=costs is not None),
+        assumptions=assumptions(engines, workload, clock),
         points=tuple(points),
         per_user=options["per_user"],
         left_out=left_out,
@@ -197,7 +216,7 @@ def _drafters(config: BuildConfig, base_dir: Path, options: dict[str, Any]) -> I
 
 
 def _engines(
-    drafted: Drafted, layout: tuple[int, int, int], gpu: "Gpu", costs: "StepCosts", draft_lengths: Sequence[int]
+    drafted: Drafted, layout: tuple[int, int, int], clock: "StepClock", draft_lengths: Sequence[int]
 ) -> tuple[list["SimulatedEngine"], list[str]]:
     """One for each K, or why there is none."""
     from dflash_trt.plan.planning import plan_engine
@@ -207,7 +226,7 @@ def _engines(
     config = drafted.config.model_copy(update={"tp_size": tp_size, "ep_size": ep_size})
     name = f"{drafted.name}, tp{tp_size}ep{ep_size}"
     try:
-        made = plan_engine(config, drafted.pair, gpu)
+        made = plan_engine(config, drafted.pair, clock.gpu)
     except DFlashError as error:
         return [], [f"{name}: {error}"]
     if made.pages is None or not made.fits:
@@ -216,8 +235,7 @@ def _engines(
         pretrained_config=made.pretrained_config,
         limits=made.build_config,
         num_pages=made.pages.num_pages,
-        gpu=gpu,
-        costs=costs,
+        clock=clock,
         drafter=drafted.name,
         num_draft_tokens=0,
         acceptance=drafted.acceptance,

@@ -85,7 +85,7 @@ def rows_of_jsonl(lines: Iterable[bytes], defaults: Defaults) -> Iterator[InputR
 
 
 def read_jobs(path: Path, defaults: Defaults, *, num_rows: int | None = None) -> list[Job]:
-    """The first rows of a JSONL file for a measurement, by default all; one over some of them would be another one.
+    """The first rows of a JSONL file, by default all, for a measurement, which must not skip wrong rows.
 
     Raises:
         ConfigError: a row is wrong, or there is none.

@@ -14,7 +14,7 @@ FLAG_KEYS = {"quantization": "target", "drafter_quantization": "drafter", "kv_ca
 
 
 def with_flags(section: Any, flags: dict[str, str]) -> Any:
-    """The YAML's `quantization` with the choices of the command line in it; a section that is no mapping is left."""
+    """The YAML's `quantization` with the command line's flags in it; unchanged if it is not a mapping."""
     chosen = {FLAG_KEYS[name]: value for name, value in flags.items()}
     if not chosen:
         return section

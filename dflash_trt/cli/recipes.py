@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.other_engines import Group
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.frozen import nearest_name
@@ -20,30 +22,55 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-@click.command(
+@click.group(
+    cls=Group,
+    invoke_without_command=True,
     short_help="List build configurations that come with the package.",
     epilog=examples("dflash-trt recipes", "dflash-trt recipes --json"),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def recipes(as_json: bool) -> None:
+@click.pass_context
+def recipes(context: click.Context, as_json: bool) -> None:
     """List build configurations of known pairs, and which of them fit this machine.
 
-    `dflash-trt build RECIPE -o DIR` builds one. The weights are those of target and drafter; `fits` compares them with
-    the memory of a GPU (without one: of the host) for each rank, before any K/V pages.
+    `dflash-trt build RECIPE -o DIR` builds one. Weights count target and drafter; `fits` compares them with the memory
+    of a GPU (without one: of the host) for each rank, before any K/V pages.
     """
+    if context.invoked_subcommand is not None:
+        return
     from dflash_trt.backends.machine import this_machine
     from dflash_trt.recipes import recipes as all_recipes
 
     machine = this_machine()
-    rows = [_describe(recipe, machine) for recipe in all_recipes()]
     if as_json:
+        rows = [_describe(recipe, machine) for recipe in all_recipes()]
         click.echo(json.dumps({"machine": str(machine), "recipes": rows}, indent=2))
     else:
-        _print(rows, machine)
+        _print(all_recipes(), machine)
+
+
+@recipes.command(
+    short_help="Print the build configuration of a recipe.", epilog=examples("dflash-trt recipes show demo")
+)
+@click.argument("name", metavar="RECIPE")
+def show(name: str) -> None:
+    """Print the YAML of a recipe, with what it is for: to be kept as a file, changed, and passed to `build`.
+
+    The paths of `demo` are relative to the recipe's own directory.
+    """
+    from dflash_trt.recipes import recipes as all_recipes
+
+    known = {recipe.name: recipe for recipe in all_recipes()}
+    if name not in known:
+        nearest = nearest_name(name, list(known))
+        hint = f"Did you mean '{nearest}'?" if nearest else "`dflash-trt recipes` lists them."
+        raise ConfigError.about("RECIPE", expected="a recipe's name", found=name, hint=hint)
+    click.echo(f"# {known[name].path}: {_facts(known[name], _config_of(known[name]))}")
+    click.echo(known[name].path.read_text("utf-8"), nl=False)
 
 
 def config_path(given: str) -> Path:
-    """The file that a command line means: that of a recipe's name, whatever lies there, or a path.
+    """The recipe of this name, even if a file has the name too; else the path itself.
 
     Raises:
         ConfigError: neither.
@@ -86,10 +113,20 @@ def fits(recipe: "Recipe", config: BuildConfig, machine: "Machine") -> str:
     return "yes"
 
 
-def _describe(recipe: "Recipe", machine: "Machine") -> dict[str, Any]:
+def _config_of(recipe: "Recipe") -> BuildConfig:
     from dflash_trt.cli.yaml_file import read_yaml
 
-    config = build_config_from(read_yaml(recipe.path), source=recipe.name)
+    return build_config_from(read_yaml(recipe.path), source=recipe.name)
+
+
+def _facts(recipe: "Recipe", config: BuildConfig) -> str:
+    ranks = f"{config.tp_size} rank{'s' if config.tp_size > 1 else ''}"
+    devices = " or ".join(recipe.gpus) or "any device"
+    return f"{recipe.format}, {ranks} on {devices}, {recipe.weights_gib:.1f} GiB of weights"
+
+
+def _describe(recipe: "Recipe", machine: "Machine") -> dict[str, Any]:
+    config = _config_of(recipe)
     return {
         "name": recipe.name,
         "target": config.target,
@@ -103,14 +140,12 @@ def _describe(recipe: "Recipe", machine: "Machine") -> dict[str, Any]:
     }
 
 
-def _print(rows: list[dict[str, Any]], machine: "Machine") -> None:
+def _print(found: "Sequence[Recipe]", machine: "Machine") -> None:
     """Two lines each, which fit a terminal."""
-    width = max(len(row["name"]) for row in rows) + 2
-    for row in rows:
-        ranks = f"{row['tp_size']} rank{'s' if row['tp_size'] > 1 else ''}"
-        devices = " or ".join(row["gpus"]) or "any device"
-        click.echo(f"{row['name']:{width}}{row['target']} with {row['drafter']}")
-        facts = f"{row['format']}, {ranks} on {devices}, {row['weights_gib']:.1f} GiB of weights; fits: {row['fits']}"
-        click.echo(f"{'':{width}}{facts}")
+    width = max(len(recipe.name) for recipe in found) + 2
+    for recipe in found:
+        config = _config_of(recipe)
+        click.echo(f"{recipe.name:{width}}{config.target} with {config.drafter}")
+        click.echo(f"{'':{width}}{_facts(recipe, config)}; fits: {fits(recipe, config, machine)}")
     click.echo(f"this machine: {machine}")
-    click.echo("build one: dflash-trt build RECIPE -o DIR")
+    click.echo("build one: dflash-trt build RECIPE -o DIR; print its file: dflash-trt recipes show RECIPE")

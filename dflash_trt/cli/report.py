@@ -1,4 +1,7 @@
-"""The summary at the end of `dflash-trt run`: speed, time to first token, acceptance. Pure arithmetic and words."""
+"""The summary at the end of `dflash-trt run`: speed, time to first token, acceptance.
+
+Arithmetic and text only.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from dflash_trt.core.request import GenerationOutput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Of a measured time, in seconds."""
+    """Spread of a measured time, in seconds."""
 
     mean: float
     median: float

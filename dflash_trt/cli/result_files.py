@@ -1,4 +1,4 @@
-"""Where results go: files that appear whole or not at all, rows in input order, one trace line per verify step."""
+"""Result files: written whole or not at all, rows in input order, one trace line per verify step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
 
 
 class InOrder:
-    """Calls `emit` once for every index 0, 1, 2, ..., in that order, each as soon as all before it are done."""
+    """Calls `emit` once per index 0, 1, 2, ..., in order, each as soon as all earlier ones are done."""
 
     def __init__(self, emit: Callable[[int, GenerationOutput | None], None]) -> None:
         self._emit = emit
@@ -104,7 +104,7 @@ def _sample_row(row: Job, output: GenerationOutput) -> dict[str, Any]:
 
 
 def trace_lines(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
-    """One line per step that verified drafts. `num_accepted` is the step's own, before a stop cut its tokens."""
+    """One line per step that verified drafts. `num_accepted` is the step's, before a stop cut its tokens."""
     for sample in output.samples:
         index = {"sample_index": sample.sample_index} if output.other_samples else {}
         yield from (line | index for line in _lines_of_sample(row_id, sample))
@@ -115,7 +115,7 @@ def _lines_of_sample(row_id: RowId, output: GenerationOutput) -> Iterator[dict[s
         if event.num_candidates:
             yield {
                 "id": row_id,
-                "step": step,  # of this request; steps without drafts count, but have no line
+                "step": step,  # counts this request's steps; steps without drafts count, but have no line
                 "context_len": event.context_len,
                 "num_candidates": event.num_candidates,
                 "num_accepted": event.num_accepted,

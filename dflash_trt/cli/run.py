@@ -5,18 +5,20 @@ Knows options, files and the terminal; everything about generation is LLM's.
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from dflash_trt.cli.conversation import converse
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
@@ -25,7 +27,7 @@ from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, outp
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
-from dflash_trt.core.errors import ErrorCollector
+from dflash_trt.core.errors import ConfigError, ErrorCollector
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -33,11 +35,27 @@ from dflash_trt.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
+    from dflash_trt.serving.request_reader import RequestReader
+    from dflash_trt.serving.text import TextCodec
 
 Emit = Callable[[int, GenerationOutput | None], None]
 
+# By the origin of a text.
+_STYLES: Final[dict[str, dict[str, Any]]] = {
+    "target": {"bold": True},
+    "accepted": {"fg": "green"},
+    "rejected": {"fg": "red", "strikethrough": True},
+}
+_MARKS: Final = {"target": ("", ""), "accepted": ("{+", "+}"), "rejected": ("[-", "-]")}
+
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *("prompts", "input_file", "output_file", "chat", "system", "stream", "show_drafts", "as_json"),
+        *("max_new_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop"),
+        *("no_drafter", "draft_length", "adaptive", "device", "kv_cache_bytes", "deterministic"),
+    ),
     short_help="Generate text from an engine directory.",
     epilog=examples(
         "dflash-trt run engine --prompt 'def fibonacci(n):' --max-new-tokens 64",
@@ -47,7 +65,7 @@ Emit = Callable[[int, GenerationOutput | None], None]
 )
 @click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
-@click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see below.")
+@click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see above.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
 @click.option("--overwrite", is_flag=True, help="Replace files of results that exist.")
 @click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
@@ -70,6 +88,12 @@ Emit = Callable[[int, GenerationOutput | None], None]
 @click.option(
     "--stream/--no-stream", default=None, help="Print text as it comes; for one prompt (default: on a terminal)."
 )
+@click.option(
+    "--show-drafts",
+    is_flag=True,
+    help="Mark the accepted drafts of a text, and show the rejected ones: in green and red on a terminal, else as "
+    "{+accepted+} and [-rejected-]. The rest is the target's own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary and results as one JSON object.")
 @sampling_options
 @click.pass_context
@@ -77,13 +101,13 @@ def run(context: click.Context, /, **options: Any) -> None:
     """Generate text for one or many prompts, all of them together.
 
     An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
-    `chat_template_kwargs` beside messages, and sampling fields that override the command line. They have the names of
-    the options above, from max_new_tokens on, but for the lists `stop` and `stop_token_ids`. A row that cannot run gets
+    `chat_template_kwargs` for messages, and sampling fields that override the command line. They have the names of the
+    options from max_new_tokens on, except the lists `stop` and `stop_token_ids`. A row that cannot run gets
     finish_reason "error" and its reason in `error`; the others go on, and the exit code is 3. A row with `n` samples
     has as many results, with their `sample_index`.
 
-    Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
-    crash or a full disk the same command with --resume runs the rows that have no result.
+    Finished rows are kept in FILE.partial next to the --output-file FILE until that is complete. After an interrupt, a
+    crash or a full disk, the same command with --resume runs the rows that have no result.
     """
     told = _checked_options(options)
     if told.is_conversation:
@@ -110,14 +134,23 @@ def _checked_options(options: dict[str, Any]) -> RunOptions:
 
 
 def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, list[str]]:
-    """Run every row that has no result yet; the failures are `id: reason`. Files appear only when all rows are done."""
+    """Run every row that has no result yet; failures are `id: reason`.
+
+    Files appear when all rows are done.
+    """
+
+    def before_load(reader: "RequestReader") -> None:
+        if options.show_drafts:
+            _refuse_drafts(options.engine_dir, reader)
+        refuse_if_none_runs(rows, reader)
+
     with ExitStack() as stack:
         sink = _open_results(options, stack, rows)
         started = time.monotonic()
         reads = any(isinstance(row, Job) and row.is_conversation for row in rows)
-        llm = stack.enter_context(
-            open_engine(options, has_conversations=reads, before_load=lambda reader: refuse_if_none_runs(rows, reader))
-        )
+        llm = stack.enter_context(open_engine(options, has_conversations=reads, before_load=before_load))
+        if options.show_drafts and llm.codec is not None:
+            sink = _with_drafts(sink, rows, llm.codec)
         load_time_s = time.monotonic() - started
         started = time.monotonic()
         outputs = _stream(llm, rows, sink) if options.streams(len(rows)) else _generate(llm, rows, sink, options)
@@ -143,7 +176,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
 
 @dataclass(frozen=True, kw_only=True)
 class _Sink:
-    """Where rows go. `emit` takes the output of a row by its index, in any order; None for a refused one."""
+    """Destination of rows. `emit` takes a row's output by its index, in any order; None for a refused row."""
 
     emit: Emit
     finished: frozenset[int] = frozenset()  # rows that need not run
@@ -171,10 +204,48 @@ def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
         if not options.prints_text:
             for result in output_rows(row, output):
                 write_row(result)
-        elif not options.streams(len(rows)) and output is not None:
-            _print_texts(row, output, has_others=len(rows) > 1)
+        elif not options.streams(len(rows)) and not options.show_drafts and output is not None:
+            _print_texts(row, output, _text_of, has_others=len(rows) > 1)
 
     return _Sink(emit=InOrder(emit).done, results=results)
+
+
+def _refuse_drafts(engine_dir: Path, reader: "RequestReader") -> None:
+    """Raises ConfigError: drafts cannot be shown, for the engine has no drafter or no tokenizer."""
+    from dflash_trt.engine_dir import EngineDir
+
+    if EngineDir.open(engine_dir).manifest.draft is None:
+        hint = "Leave the option out, or build the engine with a drafter."
+        raise ConfigError.about("--show-drafts", expected="an engine with a drafter", found="one without", hint=hint)
+    if reader.codec is None:
+        hint = "Build the engine from a target directory with a tokenizer."
+        raise ConfigError.about("--show-drafts", expected="an engine with a tokenizer", found="one without", hint=hint)
+
+
+def _with_drafts(sink: _Sink, rows: Sequence[InputRow], codec: "TextCodec") -> _Sink:
+    """Print texts with their drafts, too."""
+    has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    def emit(index: int, output: GenerationOutput | None) -> None:
+        if output is not None:
+            _print_texts(rows[index], output, partial(_marked, codec, has_colors=has_colors), has_others=len(rows) > 1)
+
+    in_order = InOrder(emit).done
+
+    def emit_both(index: int, output: GenerationOutput | None) -> None:
+        sink.emit(index, output)
+        in_order(index, output)
+
+    return replace(sink, emit=emit_both)
+
+
+def _marked(codec: "TextCodec", output: GenerationOutput, *, has_colors: bool) -> str:
+    from dflash_trt.serving.marked_texts import marked_texts
+
+    texts = ((text.shown, text.origin) for text in marked_texts(output, codec))
+    if has_colors:
+        return "".join(click.style(text, **_STYLES[origin]) for text, origin in texts)
+    return "".join(f"{_MARKS[origin][0]}{text}{_MARKS[origin][1]}" for text, origin in texts)
 
 
 def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow]) -> _Sink:
@@ -195,7 +266,7 @@ def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
 
 
 def _engine_sha256(path: Path) -> str:
-    """Of the engine's contents, wherever and whenever it was built: its manifest knows nothing of provenance.json."""
+    """Hash of the engine's contents, which do not depend on provenance.json."""
     from dflash_trt.engine_dir import EngineDir
 
     fields = EngineDir.open(path).manifest.model_dump(mode="json")
@@ -219,7 +290,12 @@ def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOpt
             sink.emit(index, output)
             advance(output)
 
-        llm.generate([job.prompt for _, job in jobs], [job.sampling for _, job in jobs], on_output=take)
+        llm.generate(
+            [job.prompt for _, job in jobs],
+            [job.sampling for _, job in jobs],
+            on_output=take,
+            reports_drafts=options.show_drafts,
+        )
     return outputs
 
 
@@ -242,7 +318,7 @@ def _stream(llm: "LLM", rows: Sequence[InputRow], sink: _Sink) -> dict[int, Gene
 
 @contextmanager
 def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[GenerationOutput], None]]:
-    """A bar on stderr when it is a terminal, several requests run, and no text is printed to the same terminal."""
+    """A bar on stderr if it is a terminal, several requests run, and no text goes to the same terminal."""
     if num_jobs < 2 or not sys.stderr.isatty() or (options.output_file is None and sys.stdout.isatty()):
         yield lambda output: None
         return
@@ -285,10 +361,16 @@ def _print_row(fields: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _print_texts(row: InputRow, output: GenerationOutput, *, has_others: bool) -> None:
-    """Those of all samples, behind the row's id and the sample's index where there are several."""
+def _text_of(output: GenerationOutput) -> str:
+    return " ".join(map(str, output.token_ids)) if output.text is None else output.text
+
+
+def _print_texts(
+    row: InputRow, output: GenerationOutput, text_of: Callable[[GenerationOutput], str], *, has_others: bool
+) -> None:
+    """Print the texts of all samples; several ones are prefixed with the row's id and the sample's index."""
     for sample in output.samples:
         if sample.error is None:
-            text = " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
+            text = text_of(sample)
             names = [str(row.row_id)] * has_others + [f"sample {sample.sample_index}"] * bool(output.other_samples)
             click.echo(f"[{', '.join(names)}] {text}" if names else text)

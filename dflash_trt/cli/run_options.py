@@ -26,9 +26,11 @@ _NOT_OF_TEXTS = (
     "trace_file",
     "overwrite",
     "stream",
+    "show_drafts",
     "as_json",
 )
 _PROMPTS = "--prompt, --input-file or piped text"
+_TEXTS = "texts on stdout: no --json, no --output-file and no --input-file"
 _ROWS = "--json, --output-file or --input-file"
 _CONVERSATIONS = "--chat, or an --input-file with messages"
 _RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
@@ -36,7 +38,7 @@ _RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The command line of `run`; its sampling options are in `sampling`, those of the engine in `runtime`."""
+    """The command line of `run`; `sampling` has its sampling options, `runtime` its engine options."""
 
     engine_dir: Path
     prompts: tuple[str, ...]
@@ -49,6 +51,7 @@ class RunOptions:
     system: str | None
     chat_template_options: tuple[str, ...]
     stream: bool | None
+    show_drafts: bool
     as_json: bool
     sampling: SamplingParams
     runtime: RuntimeConfig
@@ -70,14 +73,14 @@ class RunOptions:
         return options_from_words(self.chat_template_options, flag="--chat-template-option")
 
     def streams(self, num_rows: int) -> bool:
-        """True if text is printed as it comes: by default, that of one prompt on a terminal."""
-        if self.stream is not None:
-            return self.stream
+        """True if text is printed as it comes; by default if there is one prompt and a terminal."""
+        if self.stream is not None or self.show_drafts:
+            return bool(self.stream)
         return num_rows == 1 and self.sampling.n == 1 and self.prints_text and sys.stdout.isatty()
 
     @property
     def keeps_rows(self) -> bool:
-        """True if rows are kept beside the output file as they finish: it is a regular file, or will be one."""
+        """True if rows are kept next to the output file as they finish: it is a regular file, or will be one."""
         return self.output_file is not None and _is_regular(self.output_file)
 
     def text_settings(self) -> dict[str, Any]:
@@ -96,12 +99,15 @@ class RunOptions:
         exclusive = (
             ("--prompt", bool(self.prompts), "--input-file", self.input_file is not None),
             ("--stream", self.stream is True, "--json", self.as_json),
+            ("--stream", self.stream is True, "--show-drafts", self.show_drafts),
+            ("--show-drafts", self.show_drafts, "--no-drafter", not self.runtime.use_drafter),
             ("--stream", self.stream is True, "--input-file", self.input_file is not None),
             ("--stream", self.stream is True, "--output-file", self.output_file is not None),
         )
         needs = (
             ("--stream", self.stream is True and self.sampling.n > 1, f"one sample (got --n {self.sampling.n})"),
             ("--stream", self.stream is True and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
+            ("--show-drafts", self.show_drafts and not self.prints_text, _TEXTS),
             ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
             ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
             ("--chat-template-option", is_of_texts and bool(self.chat_template_options), _CONVERSATIONS),
@@ -152,17 +158,18 @@ class RunOptions:
                 "Pass --prompt TEXT or --input-file FILE.jsonl, pipe the prompt in, or have a conversation with --chat."
             )
             raise ConfigError.about("prompts", expected="at least one", found="none", hint=hint)
-        # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
+        # Undecodable bytes become lone surrogates, which are refused as in any other prompt.
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
         return rows_of_texts([text.removesuffix("\n")], defaults)
 
 
 def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:
-    """Options of a run whose prompts are all known, and those of them that are given."""
+    """Options that need a run with known prompts, and whether each is given."""
     yield "--json", options.as_json
     yield "--output-file", options.output_file is not None
     yield "--trace-file", options.trace_file is not None
     yield "--no-stream", options.stream is False
+    yield "--show-drafts", options.show_drafts
     yield "--n", options.sampling.n > 1
 
 

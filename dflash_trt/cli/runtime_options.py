@@ -24,7 +24,7 @@ def runtime_options(*, without: Collection[str] = ()) -> Callable[[Callable[...,
 
 
 def runtime_from_options(options: dict[str, Any]) -> RuntimeConfig:
-    """Takes its options out of those of a command.
+    """Pop the runtime's options from a command's options.
 
     Raises:
         ConfigError: options that exclude each other, all of them in one error.

@@ -1,4 +1,4 @@
-"""Sampling from foreign hands: command-line options, and the fields of an input row that override them."""
+"""Untrusted sampling parameters: command-line options, and fields of input rows that override them."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -51,10 +51,12 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, _MAX_METRICS_PORT),
-    help="Port of the metrics of the first replica, before those of the others.  [default: --port + 1]",
+    help="Metrics port of the first replica; the others follow.  [default: --port + 1]",
 )
 @click.option(
-    "--router-mode", type=click.Choice(_ROUTER_MODES), help="Choice of a replica (default: kv for several, by prefix)."
+    "--router-mode",
+    type=click.Choice(_ROUTER_MODES),
+    help="How the router chooses a replica (default: kv for several, by prefix).",
 )
 @click.option(
     "--migration-limit",
@@ -96,14 +98,14 @@ def serve(engine_dir: Path, **options: Any) -> None:
     type=click.Choice(("etcd", "kubernetes", "file")),
     default="etcd",
     show_default=True,
-    help="Where workers register; file needs DYN_FILE_KV, a directory that the front end has, too.",
+    help="Registry of workers; file needs DYN_FILE_KV, a directory shared with the front end.",
 )
 @click.option(
     "--request-plane",
     type=click.Choice(("tcp", "nats")),
     default="tcp",
     show_default=True,
-    help="How requests come; as the front end's.",
+    help="Request transport; must match the front end's.",
 )
 @click.option(
     "--event-plane",
@@ -116,10 +118,10 @@ def serve(engine_dir: Path, **options: Any) -> None:
 @runtime_options()
 @click.pass_context
 def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
-    """Serve one engine behind a front end of NVIDIA Dynamo that runs elsewhere, until a signal.
+    """Serve one engine for a front end of NVIDIA Dynamo that runs elsewhere, until a signal.
 
-    Addresses and ports of its sockets are those of Dynamo's environment variables (DYN_TCP_RPC_HOST,
-    DYN_TCP_RESPONSE_STREAM_HOST, DYN_SYSTEM_PORT, ...).
+    Dynamo's environment variables (DYN_TCP_RPC_HOST, DYN_TCP_RESPONSE_STREAM_HOST, DYN_SYSTEM_PORT, ...) set addresses
+    and ports of its sockets.
     """
     from dflash_trt.servers.dynamo.settings import check_package
 
@@ -171,7 +173,7 @@ def _settings(engine_dir: Path, options: dict[str, Any]) -> "tuple[WorkerSetting
 def worker_settings(
     engine_dir: Path, runtime: "RuntimeConfig", *, model_name: str | None = None, **options: Any
 ) -> "tuple[WorkerSettings, EngineDir]":
-    """Raises ConfigError or EngineDirError before anything is started. `options` are further fields of the settings."""
+    """Raises ConfigError or EngineDirError before anything starts. `options` are further settings fields."""
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import check_drafting
     from dflash_trt.servers.dynamo.settings import WorkerSettings, card_source

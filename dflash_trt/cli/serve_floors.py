@@ -1,4 +1,4 @@
-"""The floor of a step beside every closed load that `bench serve` put on an engine."""
+"""Step floors for every closed-loop load that `bench serve` put on an engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ Engines = Mapping[str, tuple[Path, RuntimeConfig]]  # by the name of the server
 def floors_beside(
     reports: "Sequence[LoadReport]", engines: Engines, machine: "MachineFile | None"
 ) -> Iterator["Roofline | None"]:
-    """One for each report; None of a URL, of arrivals, whose batches nobody knows, and where nothing was answered.
+    """One floor per report. None for URLs, open-loop arrivals (unknown batch sizes) and unanswered loads.
 
-    Without a machine file the machine at hand is measured once, when the first engine comes.
+    Without a machine file this machine is measured once, when the first engine comes.
     """
     from dflash_trt.bench.request_load import counted_clients
     from dflash_trt.bench.roofline import mean_context_len

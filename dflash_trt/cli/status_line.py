@@ -1,6 +1,6 @@
-"""A line on the terminal while a command waits, wiped afterwards. `rich` would make it wait for its own import.
+"""A terminal line while a command waits, wiped afterwards. Importing `rich` would add to the wait.
 
-What the package logs meanwhile, such as the compilation of its CPU kernels, gets lines of its own.
+Logs of the package meanwhile, such as the compilation of its CPU kernels, get lines of their own.
 """
 
 import logging
@@ -20,7 +20,7 @@ class StatusLine:
 
     def __init__(self) -> None:
         self._is_shown = sys.stderr.isatty()
-        self._num_columns = 0  # of the text that stands there
+        self._num_columns = 0  # length of the text shown
         self._updated_s = 0.0
 
     def show(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A YAML file as plain fields, without trust: one small mapping, no key twice, no aliases, only plain types."""
+"""Untrusted YAML as plain fields: one small mapping, no duplicate keys, no aliases, only plain types."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -37,8 +37,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unique_loader() -> Any:
-    """SafeLoader that refuses what it would otherwise drop without a word, the first of two equal keys, and aliases,
-    a few of which can stand for more values than fit into memory."""
+    """A SafeLoader that refuses duplicate keys, which it would silently drop, and aliases.
+
+    A few aliases can stand for more values than fit into memory.
+    """
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):

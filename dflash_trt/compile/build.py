@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -46,11 +47,13 @@ from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import BuildError, CheckpointError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
+    ENGINE_VERSION,
     BuildRecord,
     EngineDir,
     EngineDirWriter,
     EngineFile,
     EngineLimits,
+    EngineManifest,
     PretrainedConfig,
     ReservedOutput,
     needed_bytes_for,
@@ -58,6 +61,7 @@ from dflash_trt.engine_dir import (
     tensor_headers,
     write_engine_dir,
 )
+from dflash_trt.engine_dir.manifest import StepTables
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME
 from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -73,15 +77,17 @@ BuildStage = Literal[
     "calibrating the drafter",
     "writing weights",
     "compiling",
+    "compiling kernels",
     "verifying",
 ]
 
 _CHUNK_BYTES = 8 * 2**20
+_KERNELS_BYTES = 8 * 2**20  # of an architecture; measured: 1 to 4 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildProgress:
-    """How far a stage is, in bytes, calibration prompts or TensorRT's steps; totals are 0 where that is no measure."""
+    """Progress of a stage, in bytes, calibration prompts or TensorRT's steps; unmeasured totals are 0."""
 
     stage: BuildStage
     done_bytes: int = 0
@@ -188,7 +194,7 @@ class _Checked(NamedTuple):
 
 
 class _Records(TypedDict, total=False):
-    """What `EngineDirWriter.finish` is told of the models."""
+    """The models' records for `EngineDirWriter.finish`."""
 
     tensorrt: TensorRTRecord
     tensorrt_llm: TensorRTLLMRecord
@@ -220,6 +226,8 @@ def _check(sources: CheckpointSources, base_dir: Path) -> _Checked:
     plan = errors.run(lambda: plan_quantization(config, pair, capability=local_capability()))
     unsupported = backend.unsupported(pair.target, pair.draft, None if plan is None else plan.spec(), mapping)
     errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
+    if config.compile_for:
+        errors.run(lambda: raise_all(BuildError, "compile_for", _kernel_problems(config, pair, plan)))
     export = None
     if has_export and resolved is not None and plan is not None:
         limits, more_notes = with_whole_prompts(config, resolved[0])
@@ -232,12 +240,20 @@ def _check(sources: CheckpointSources, base_dir: Path) -> _Checked:
     return _Checked(config, compiler, pair, limits, plan, tokenizer, chat_template, [*notes, *own_notes], export)
 
 
+def _kernel_problems(config: BuildConfig, pair: CheckpointPair, plan: QuantizationPlan | None) -> list[str]:
+    from dflash_trt.backends.cuda.kernel_build import kernel_problems
+
+    return kernel_problems(config.compile_for, pair.target, pair.draft, None if plan is None else plan.spec())
+
+
 def _needed_bytes(checked: _Checked, pretrained: PretrainedConfig) -> int:
     if checked.export is not None:
         return checked.export.num_bytes + sum(map(len, checked.tokenizer.values())) + SLACK_BYTES
     compiler = checked.compiler
     library = None if compiler is None else compiler.plugin_library
-    return needed_bytes_for(pretrained, checked.tokenizer, has_plans=compiler is not None, plugin_library=library)
+    kernels_bytes = len(checked.config.compile_for) * _KERNELS_BYTES
+    has_plans = compiler is not None
+    return kernels_bytes + needed_bytes_for(pretrained, checked.tokenizer, has_plans=has_plans, plugin_library=library)
 
 
 def _write_models(
@@ -255,11 +271,31 @@ def _write_models(
     if compiler is None:
         for rank in ranks:
             writer.add_weights(rank, pretrained, weights.of_rank(rank))
+        _add_kernels(writer, checked, pretrained, progress)
         return {}
     if compiler.plugin_library is not None:
         writer.add_plugin_library(compiler.plugin_library)
     plans = [_add_plan(writer, compiler, weights, rank, checked.limits) for rank in ranks]
     return {"tensorrt": plans[0]}
+
+
+def _add_kernels(
+    writer: EngineDirWriter, checked: _Checked, pretrained: PretrainedConfig, progress: ProgressCallback
+) -> None:
+    manifest = EngineManifest(
+        version=ENGINE_VERSION,
+        backend="torch",
+        pretrained_config=pretrained,
+        build_config=checked.limits,
+        step=StepTables.current(),
+        files={},
+    )
+    architectures = checked.config.compile_for
+    for done, architecture in enumerate(architectures):
+        from dflash_trt.backends.cuda.kernel_build import compile_kernels
+
+        progress(BuildProgress(stage="compiling kernels", done_steps=done, total_steps=len(architectures)))
+        writer.add_kernels(architecture, partial(compile_kernels, manifest=manifest, architecture=architecture))
 
 
 def _write_checkpoints(

@@ -19,7 +19,6 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.rank_tensors import RankTensors, map_linears
 from dflash_trt.network.step import Network, bind_network
@@ -125,16 +124,14 @@ class _PairWeights:
         def rows(x: Tensor, start: int, stop: int) -> Tensor:
             return x[start:stop]
 
-        tensors = RankTensors(plain=self._plain, quantized=self._quantized, slice_rows=rows)
-        network = bind_network(target, draft, tensors)
-        drafter = network.drafter
-        if draft is not None and "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
-            assert isinstance(drafter, DFlashDrafter)
-            drafter = replace(drafter, lm_head=Linear(weight=self.plain("draft.lm_head"), name="draft.lm_head"))
+        plain = self._plain
+        if "draft.lm_head" in self._plan.formats and "draft.lm_head" not in self._quantized:
+            plain = plain | {"draft.lm_head": self.plain("draft.lm_head")}
+        network = bind_network(target, draft, RankTensors(plain=plain, quantized=self._quantized, slice_rows=rows))
         return replace(
             network,
             target_weights=map_linears(network.target_weights, self._dequantized),
-            drafter=map_linears(drafter, self._dequantized),
+            drafter=map_linears(network.drafter, self._dequantized),
         )
 
     def _dequantized(self, linear: Linear[Tensor]) -> Linear[Tensor]:

@@ -1,7 +1,7 @@
-"""One calibration pass: the network's own step on a prompt, with chosen linear layers computed by a LinearBank.
+"""One calibration pass: the network's step on a prompt, with a LinearBank for chosen linear layers.
 
-Each prompt is prefilled in chunks, and after each chunk the drafter drafts a block at its true place, from taps of
-the target as it is.
+Each prompt is prefilled in chunks, and after each chunk the drafter drafts a block at its true place, from taps of the
+unmodified target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class CalibrationPass:
     """Owns the pages of one request; collects the ranges of K and V that reach them."""
 
     def __init__(self, network: Network[Tensor], *, max_tokens: int) -> None:
-        self.input_amax: dict[str, float] = {}  # filled in by whoever ran the bank
+        self.input_amax: dict[str, float] = {}  # filled in by the bank's caller
         self._network = network
         self._num_draft_tokens = network.draft.max_draft_len if network.draft else 0
         dtype = network.target_weights.embedding.dtype

@@ -1,4 +1,4 @@
-"""Options of the chat template that an engine stores: those that its drafter was trained for, and the user's."""
+"""Chat template options that an engine stores: its drafter's training options, and the user's."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,9 +27,9 @@ class ChatTemplateSettings:
 def chat_template_settings(
     config: BuildConfig, drafter: Path | None, tokenizer_files: Mapping[str, bytes]
 ) -> ChatTemplateSettings:
-    """Options of the known pair, then of the drafter's card, then of `config`; a later one replaces an earlier one.
+    """Options of the known pair, then the drafter's card, then `config`; later ones replace earlier ones.
 
-    Those of pair and card are left out where the chat template does not read them.
+    Options of pair and card are left out if the chat template does not read them.
 
     Raises:
         ConfigError: `config` has an option that the chat template does not read.

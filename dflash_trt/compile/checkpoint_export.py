@@ -1,4 +1,4 @@
-"""Engine directories of backend tensorrt_llm: both checkpoints, exported, and the arguments to open them with."""
+"""Engine directories of backend tensorrt_llm: both checkpoints, exported, and the arguments for LLM."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +47,7 @@ _QUANT_CONFIG = "hf_quant_config.json"
 
 
 def with_defaults(config: BuildConfig) -> tuple[BuildConfig, list[str]]:
-    """What a build leaves open, as TensorRT-LLM needs it: a drafter and draft K/V that are not quantized."""
+    """Defaults that TensorRT-LLM needs: an unquantized drafter and unquantized draft K/V."""
     asked = config.quantization or QuantizationConfig()
     chosen: dict[str, str] = {}
     if config.drafter is not None and asked.drafter is None and asked.target != "none":
@@ -62,10 +62,10 @@ def with_defaults(config: BuildConfig) -> tuple[BuildConfig, list[str]]:
 
 
 def with_whole_prompts(config: BuildConfig, limits: EngineLimits) -> tuple[EngineLimits, list[str]]:
-    """max_num_tokens for a prompt of max_seq_len, if the build leaves it open: prompts are not cut in chunks."""
+    """Raise max_num_tokens to max_seq_len unless the build sets it: prompts are not cut in chunks."""
     if "max_num_tokens" in config.model_fields_set or limits.max_num_tokens >= limits.max_seq_len:
         return limits, []
-    note = f"max_num_tokens is {limits.max_seq_len}, that of max_seq_len: TensorRT-LLM computes a prompt in one step"
+    note = f"max_num_tokens is {limits.max_seq_len}, as max_seq_len: TensorRT-LLM computes a prompt in one step"
     return limits.model_copy(update={"max_num_tokens": limits.max_seq_len}), [note]
 
 
@@ -75,7 +75,7 @@ def normalized(draft: DraftSpec) -> DraftSpec:
 
 
 def context_arena_note(draft: DraftSpec, limits: EngineLimits) -> str:
-    """The memory of the drafter's context, which TensorRT-LLM takes for every slot and position, in two bytes each."""
+    """Memory of the drafter's context; TensorRT-LLM keeps it for every slot and position, in 16 bits."""
     num_bytes = 2 * sum(draft.kv_sizes) * limits.max_seq_len * limits.max_batch_size
     return (
         f"the drafter's context takes {num_bytes / 2**30:.2f} GiB (all ranks together) for max_batch_size "
@@ -97,7 +97,7 @@ class ExportPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of both checkpoints as they are stored, which is the most that is written."""
+        """Size of both checkpoints as they are stored, which is the most that is written."""
         return sum(tensor.num_bytes for stored in self.stored.values() for tensor in stored.tensors.values())
 
 
@@ -139,7 +139,7 @@ def write_export(
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> TensorRTLLMRecord:
-    """Write both checkpoints and the arguments; one tensor is in memory at a time, and `on_bytes` hears of each."""
+    """Write both checkpoints and the arguments, one tensor at a time; `on_bytes` is called for each."""
     _write_tensors(writer, TARGET_DIR, _write_target(writer, export, calibration, config), on_bytes)
     if export.drafter is not None:
         _write_tensors(writer, DRAFTER_DIR, _write_drafter(writer, export, calibration, config), on_bytes)
@@ -220,7 +220,7 @@ def _write_drafter(
 
 
 def drafter_config(fields: Mapping[str, Any], draft: DraftSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's config.json where TensorRT-LLM looks: ids in `dflash_config`, block_size at the top, taps sorted."""
+    """A drafter's config.json for TensorRT-LLM: ids in `dflash_config`, top-level block_size, sorted taps."""
     changed = with_overrides(fields, overrides, label="drafter", notes=[], problems=[])
     ids = list(normalized(draft).target_layer_ids)
     nested: dict[str, Any] = {**(changed.get("dflash_config") or {})}

@@ -1,4 +1,4 @@
-"""The engine that a build configuration describes, before any tensor is read: its models, formats, ranks and limits."""
+"""The engine of a build configuration, before any tensor is read: models, formats, ranks and limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Unsupported = Callable[[TargetSpec, DraftSpec | None, QuantizationSpec | None, M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineDescription:
-    """Fields of the engine directory that a build would write; K/V scales are 1. `notes` are about the limits."""
+    """Fields of the engine directory that a build would write; K/V scales are 1. `notes` are about limits."""
 
     pretrained_config: PretrainedConfig
     build_config: EngineLimits
@@ -34,8 +34,7 @@ def describe_engine(
 ) -> EngineDescription:
     """Check everything that `config` says about a pair, and raise all problems in one error.
 
-    `unsupported` lists what the back end, `subject` in the error, cannot run. `capability` is that of the GPU, if one
-    is known.
+    `unsupported` lists what the back end, `subject` in the error, cannot run. `capability` is the GPU's, if known.
 
     Raises:
         ConfigError: a limit, a format or the number of ranks is wrong.

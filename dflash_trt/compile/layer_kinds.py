@@ -1,4 +1,4 @@
-"""A pair cut down to one layer of each kind, at full width: the smallest network that shows every kind of layer.
+"""A pair cut down to one layer of each kind, at full width: the smallest network with every kind.
 
 Experts are alike, a leading axis of the same products: as many as one row needs stand for all. So do a few rows of a
 table that is only read by row.
@@ -10,18 +10,17 @@ from typing import Any, Final
 
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig, TensorHeader
 
-MIN_EXPERTS: Final = 8  # of each rank
+MIN_EXPERTS: Final = 8  # per rank
 MAX_EMBEDDING_ROWS: Final = 4096
 
 
 def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
-    """The pair with the first layer of each kind. Taps move to the layers of the same kind, so `draft.fc` keeps its
-    width.
+    """The pair with the first layer of each kind.
+
+    Taps move to the layers of the same kind, so `draft.fc` keeps its width.
     """
     linears = config.quantization.linears if config.quantization else {}
     target_kinds = layer_kinds(config.target, linears)
@@ -52,8 +51,8 @@ def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
 
 def with_few_experts(layer: LayerSpec, ep_size: int) -> LayerSpec:
     """The layer with no more experts than MIN_EXPERTS on each rank, or than a row chooses."""
-    moe = layer.feed_forward
-    if not isinstance(moe, Moe):
+    moe = layer.moe
+    if moe is None:
         return layer
     on_each_rank = max(MIN_EXPERTS, -(-moe.num_experts_per_token // ep_size))
     num_experts = min(moe.num_experts, on_each_rank * ep_size)
@@ -61,7 +60,7 @@ def with_few_experts(layer: LayerSpec, ep_size: int) -> LayerSpec:
 
 
 def with_few_embedding_rows(headers: AbcMapping[str, TensorHeader], target: TargetSpec) -> dict[str, TensorHeader]:
-    """The headers with no more than MAX_EMBEDDING_ROWS of each table of embeddings, unless a head multiplies by it."""
+    """The headers with at most MAX_EMBEDDING_ROWS of each embedding table, unless a head multiplies by it."""
     tables = {"draft.embedding", "target.per_layer.embedding"}
     if not target.is_embedding_tied:
         tables.add("target.embedding")
@@ -87,17 +86,17 @@ def layer_kinds(spec: DecoderSpec, linears: AbcMapping[str, str]) -> tuple[int, 
 
 
 def _chosen(spec: DecoderSpec, kinds: tuple[int, ...]) -> tuple[LayerSpec, ...]:
-    """The first layer of each kind; one that shares K and V has those of the first layer of their owner's kind."""
+    """The first layer of each kind; a layer without K and V shares the first layer of its owner's kind."""
     kept = sorted(set(kinds))
 
-    def at_its_place(layer: LayerSpec) -> LayerSpec:
-        mixer = layer.mixer
-        if not isinstance(mixer, Gqa) or mixer.shares_kv_with is None:
+    def at_its_place(i: int, layer: LayerSpec) -> LayerSpec:
+        owner = layer.mixer.state_owner(i)
+        if owner == i:
             return layer
-        owner = kept.index(kinds[mixer.shares_kv_with])
-        return layer.model_copy(update={"mixer": mixer.model_copy(update={"shares_kv_with": owner})})
+        mixer = layer.mixer.model_copy(update={"shares_kv_with": kept.index(kinds[owner])})
+        return layer.model_copy(update={"mixer": mixer})
 
-    return tuple(at_its_place(spec.layers[i]) for i in kept)
+    return tuple(at_its_place(i, spec.layers[i]) for i in kept)
 
 
 def _chosen_scales(

@@ -1,6 +1,6 @@
-"""The part of a build that knows formats: the plan, the calibration behind it, and the quantized weights.
+"""The part of a build that knows formats: the plan, its calibration, and the quantized weights.
 
-`build` calls it with what it has proven; `calibration` runs the network.
+`build` calls it with checked arguments; `calibration` runs the network.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +36,10 @@ def local_capability() -> tuple[int, int] | None:
 
 
 def plan_quantization(config: BuildConfig, pair: PairSpecs, *, capability: tuple[int, int] | None) -> QuantizationPlan:
-    """Plan the format of each linear layer, checked against shapes, checkpoint and the GPU of this capability, if any.
+    """Plan each linear layer's format; checks shapes, checkpoint and the GPU's capability, if any.
 
     Raises:
-        ConfigError: a choice that cannot be; all of them in one error.
+        ConfigError: impossible choices; all of them in one error.
     """
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
     raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, config.mapping))
@@ -59,7 +59,7 @@ def calibrate(
     dtype: torch.dtype,
     advance: Advance,
 ) -> tuple[Calibration, str | None]:
-    """The ranges the plan needs, from the cache when the same inputs were calibrated before; and a note about it.
+    """The ranges the plan needs, and a note; from the cache if the same inputs were calibrated before.
 
     Raises:
         ConfigError: ModelOpt is missing, prompts are wrong, or a range is not finite and positive.

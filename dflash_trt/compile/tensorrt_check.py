@@ -1,8 +1,8 @@
-"""`dflash-trt build --check`: the step network through TensorRT-RTX's CPU-only builder, before any GPU is rented.
+"""`dflash-trt build --check`: the step network through TensorRT-RTX's CPU-only builder, without a GPU.
 
 The real front end sees every kind of layer at full width, with the dtypes, shapes and profiles of the configuration.
-Weights are blank memory of the right shapes, so the plan is thrown away; plugins are replaced by plain layers, which
-have the same inputs and outputs. Sizes come from the headers that the weights will have.
+The network is the one that `build` ships, but for stubs of plugin nodes (`node_stubs`). Weights are blank memory of the
+right shapes, so the plan is thrown away. Sizes come from the headers that the weights will have.
 """
 
 from collections.abc import Mapping as AbcMapping
@@ -24,7 +24,6 @@ from dflash_trt.compile.quantized import local_capability
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import engine_weights
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, TensorHeader, tensor_headers
 from dflash_trt.formats.registry import split_quantized
@@ -36,8 +35,8 @@ CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor S
 class CheckReport:
     """Report of the built networks and their configuration.
 
-    `built` is by rank: ranks that are left out have the network of another one. `layer_ids` are the layers that were
-    built, by model, out of `num_layers`; `sizes` are those of all layers.
+    `built` is by rank; ranks that are left out have the same network as another one. `layer_ids` are the layers that
+    were built, by model, out of `num_layers`; `sizes` count all layers.
     """
 
     built: dict[int, BuiltPlan]
@@ -56,11 +55,11 @@ def check_config(
     is_full: bool = False,
     progress: StepsCallback = lambda phase, done, total: None,
 ) -> CheckReport:
-    """Build one layer of each kind of what `config` describes, or all if `is_full`, on this CPU, and report it.
+    """Build one layer of each kind in `config`, or all if `is_full`, on this CPU, and report it.
 
     Raises:
         ConfigError: a limit, a foreign config or the number of ranks is wrong.
-        CheckpointError: the tensors or tokenizers are, where they are there.
+        CheckpointError: tensors or tokenizers are wrong, if they are there.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
     if config.backend == "tensorrt_llm":
@@ -101,7 +100,7 @@ def check_config(
 def _notes_of_parts(
     config: PretrainedConfig, chosen: PretrainedConfig, headers: AbcMapping[str, TensorHeader]
 ) -> list[str]:
-    """What was built in part, beside layers."""
+    """Notes on parts other than layers that were built only partly."""
     parts = [(_num_experts(config), _num_experts(chosen), "experts of a layer")]
     table = "target.embedding"
     parts.append(({tensor_headers(config)[table].shape[0]}, {headers[table].shape[0]}, "rows of the embedding"))
@@ -113,8 +112,7 @@ def _notes_of_parts(
 
 
 def _num_experts(config: PretrainedConfig) -> set[int]:
-    moes = (layer.feed_forward for layer in config.target.layers)
-    return {moe.num_experts for moe in moes if isinstance(moe, Moe)}
+    return {moe.num_experts for moe in config.target.moes}
 
 
 def _listed(numbers: set[int]) -> str:
@@ -146,7 +144,7 @@ def _build(
         plain,
         quantized=quantized,
         rope_tables=blank_rope_tables(spec, max_seq_len=limits.max_seq_len),
-        options=PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability=CHECK_CAPABILITY),
+        options=PlanOptions(flavor="tensorrt_rtx", compute_capability=CHECK_CAPABILITY),
         sink=NoBytes(),
         progress=progress,
     )

@@ -1,4 +1,4 @@
-"""The description of a checkpoint in ModelOpt's unified format: hf_quant_config.json, and its copy in config.json."""
+"""Checkpoint description in ModelOpt's unified format: hf_quant_config.json, copied to config.json."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from dflash_trt.checkpoint.producers.modelopt import stored_as
 from dflash_trt.formats.registry import weight_format
 
-FORMAT_VERSION = "0.47.0"  # of the ModelOpt whose format this is
+FORMAT_VERSION = "0.47.0"  # the ModelOpt release with this format
 _BITS = {"FP8": 8, "NVFP4": 4}
 
 
 def quantization_description(formats: Mapping[str, str], plain: Collection[str], *, has_fp8_kv: bool) -> dict[str, Any]:
-    """The fields of hf_quant_config.json. `formats` are by module, `plain` are the other modules with a matrix."""
+    """Fields of hf_quant_config.json. `formats` are by module, `plain` are other modules with a matrix."""
     layers = {module: _layer(name) for module, name in formats.items()}
     kinds = {name: _layer(name) for name in sorted(set(formats.values()))}
     section: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8" if has_fp8_kv else None}

@@ -1,7 +1,7 @@
 """A target or a drafter as a Hugging Face checkpoint in ModelOpt's unified format.
 
-The files are those of the source, tensor by tensor: linear layers that the plan quantizes become codes and scales, in
-the bytes that ModelOpt 0.47's exporter writes for the same ranges; everything else is passed on as it is stored.
+The files mirror the source, tensor by tensor: linear layers that the plan quantizes become codes and scales, in the
+bytes that ModelOpt 0.47's exporter writes for the same ranges; everything else is copied unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ _KEEP = "Keep it unquantized with an override, or quantize with --backend torch 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedPart:
-    """A stored weight that becomes codes and scales. `group` are the parts that share a scale, this one included.
+    """A stored weight that becomes codes and scales. `group` has all parts that share a scale.
 
-    With `is_transposed` it is of all experts, [experts, in, out], and all of them share a scale.
+    With `is_transposed` it has all experts, [experts, in, out], and all of them share a scale.
     """
 
     linear: PlannedLinear
@@ -61,7 +61,7 @@ class QuantizedPart:
         return {self.name_of(place): replace(layout[name], shape=shapes[name]) for name, place in stored.fields.items()}
 
     def name_of(self, place: StoredField) -> str:
-        """Of a stored tensor."""
+        """Name of a stored tensor."""
         if self.part.name.endswith(".weight"):
             return f"{self.module}.{place.suffix}"
         return self.part.name if place.suffix == "weight" else f"{self.part.name}_{place.suffix}"
@@ -72,7 +72,7 @@ class QuantizedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What stands in the place of a stored tensor: other tensors, by name."""
+    """Replacement of a stored tensor: other tensors, by name."""
 
     layout: dict[str, TensorLayout]
     make: Callable[[OpenFiles], Mapping[str, Tensor]]
@@ -86,7 +86,7 @@ class Export:
     changes: Mapping[str, Change] = field(default_factory=dict)
 
     def headers(self) -> dict[str, dict[str, TensorHeader]]:
-        """Of each file of tensors, in the order of the source."""
+        """Headers by tensor file, in the order of the source."""
         files: dict[str, dict[str, TensorHeader]] = {}
         for name, tensor in self.stored.tensors.items():
             change = self.changes.get(name)
@@ -124,7 +124,7 @@ class Export:
 def quantized_parts(
     linears: Sequence[PlannedLinear], names: ForeignTable, stored: StoredTensors, problems: list[str]
 ) -> list[QuantizedPart]:
-    """The stored weights of the linear layers that the plan quantizes; problems of those with another layout."""
+    """Stored weights of the linear layers that the plan quantizes; adds other layouts to `problems`."""
     parts: list[QuantizedPart] = []
     for linear in linears:
         if not linear.is_to_be_quantized:
@@ -150,7 +150,7 @@ def quantized_parts(
 def quantized_changes(
     parts: Sequence[QuantizedPart], calibration: Calibration, *, dtype: torch.dtype
 ) -> dict[str, Change]:
-    """`dtype` is that of the weights before they are quantized."""
+    """`dtype` is the weights' dtype before they are quantized."""
     return {
         part.part.name: Change(layout=part.layout(), make=_quantizer(part, calibration, dtype=dtype)) for part in parts
     }
@@ -159,7 +159,7 @@ def quantized_changes(
 def kv_changes(
     changes: Mapping[str, Change], stored: StoredTensors, scales: Sequence[LayerKvScales]
 ) -> dict[str, Change]:
-    """`changes`, with the scales of each layer's K and V behind k_proj and v_proj."""
+    """`changes`, with the scales of each layer's K and V after k_proj and v_proj."""
     changed = dict(changes)
     for i, layer in enumerate(scales):
         for x, value in (("k", layer.k), ("v", layer.v)):
@@ -207,7 +207,10 @@ def _quantizer(
 def _quantized_experts(
     part: QuantizedPart, calibration: Calibration, opened: OpenFiles, *, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """One expert at a time beside what becomes of them. ModelOpt divides these in float32, whatever their dtype is."""
+    """Quantize one expert at a time, to save memory.
+
+    ModelOpt divides these in float32, whatever their dtype.
+    """
     experts = range(part.part.shape[0])
 
     def expert(i: int) -> Tensor:

@@ -1,1 +1,4 @@
-"""The vocabulary of all packages: errors, specs, configs, requests, batches. Imports torch nowhere at module level."""
+"""Shared vocabulary: errors, specs, configs, requests, batches.
+
+No module imports torch at its top level.
+"""

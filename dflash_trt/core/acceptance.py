@@ -9,7 +9,7 @@ from dflash_trt.core.request import GenerationOutput
 
 
 def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
-    """Mean tokens emitted per verify step over all requests, bonus included; None when no step verified a draft."""
+    """Mean tokens emitted per verify step over all requests, bonus included; None without verified drafts."""
     counted = list(outputs)
     num_verify_steps = sum(output.num_verify_steps for output in counted)
     if not num_verify_steps:
@@ -18,10 +18,10 @@ def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
 
 
 def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
-    """`Average_AL` of NVIDIA's specdec_bench, the harness of SPEED-Bench: the mean over requests of their mean step.
+    """`Average_AL` of NVIDIA's specdec_bench, SPEED-Bench's harness: mean over requests of per-step means.
 
-    Other than in `acceptance_length` every step that gave a token counts, the one that ended the prefill as one of
-    length 1, and a step's tokens are those that are left after a stop. None when no request has a token.
+    Unlike `acceptance_length` it counts every step that gave a token, the one that ended the prefill with length 1, and
+    a step's tokens after a stop has cut them. None when no request has a token.
     """
     lengths = [[len(event.token_ids) for event in output.steps if event.token_ids] for output in outputs]
     means = [sum(steps) / len(steps) for steps in lengths if steps]

@@ -1,4 +1,4 @@
-"""The arrays that pass between scheduler, executor and bench; shapes and dtypes stand where they are used."""
+"""Arrays that pass between scheduler, executor and bench; their uses give shapes and dtypes."""
 
 from typing import Any
 

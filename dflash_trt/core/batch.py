@@ -1,4 +1,4 @@
-"""Steps written out row by row, each with all of its tokens and pages: for measuring, checking and tests.
+"""Steps written out row by row, each with all its tokens and pages: for measuring, checking and tests.
 
 An engine that serves uses the arrays of `step_plan`; `SlotMirror` translates.
 """
@@ -22,18 +22,14 @@ class WindowColumns:
     first: int
     page_ids: tuple[int, ...]
 
-    def page_of(self, index: int) -> int:
-        assert index >= self.first, "a page from before the window"
-        return self.page_ids[index - self.first]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRequest:
     """The tokens that one request computes in a step.
 
     A verify block is `[anchor, draft_1 .. draft_num_candidates]`; a prefill chunk has num_candidates 0 and any length.
-    `page_ids` covers positions 0 .. context_len + len(token_ids) - 1; in groups with a window `window_pages` cover
-    those of them that are read.
+    `page_ids` covers positions 0 .. context_len + len(token_ids) - 1; in groups with a window, `window_pages` cover the
+    positions that are read.
     """
 
     request_id: str
@@ -61,13 +57,13 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestResult:
-    """One request's result. `emitted_tokens` are the accepted drafts, then the bonus: num_accepted + 1 in all.
+    """One request's result. `emitted_tokens` are the num_accepted accepted drafts, then the bonus.
 
-    Where the target's logits gave no token, `non_finite_position` is the position before it, and the bonus is missing.
+    If the target's logits gave no token, `non_finite_position` is the position before it, and the bonus is missing.
     """
 
     emitted_tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of emitted_tokens, under the target's unfiltered distribution
+    logprobs: tuple[float, ...]  # log probability of each emitted token, under the target's unfiltered distribution
     num_accepted: int
     draft_tokens: tuple[int, ...]  # num_draft_tokens of them, for the next step
     next_context_len: int
@@ -75,7 +71,10 @@ class RequestResult:
 
 
 def plan_of(batch: StepBatch, *, max_pages: int = 0) -> StepPlan:
-    """The plan of given rows, row r in slot r with all of its pages and rules; pages of windows need `max_pages`."""
+    """The plan for these rows, row r in slot r with all its pages and rules.
+
+    Window pages need `max_pages`.
+    """
     rows = batch.requests
     counts = [len(row.page_ids) for row in rows]
     entries = [entry for slot, row in enumerate(rows) for entry in _table_entries(slot, row, max_pages)]
@@ -115,7 +114,7 @@ def chained(plan: StepPlan) -> StepPlan:
 
 
 def run_batch(executor: StepExecutor, batch: StepBatch) -> tuple[RequestResult, ...]:
-    """Run one step and wait for it; results in the order of the rows. Overwrites the slots of running requests."""
+    """Run one step and wait for it; results in row order. Overwrites the slots of running requests."""
     return request_results(executor.submit(plan_of(batch, max_pages=executor.limits.max_pages)).result())
 
 
@@ -162,7 +161,7 @@ class SlotMirror:
     """The slots of a device on the host, for executors that take their rows written out."""
 
     def __init__(self, max_positions: int, *, windows: Sequence[int] = (), max_pages: int = 0) -> None:
-        """`windows` and `max_pages` are those of the limits, of an executor whose pages are in several groups."""
+        """`windows` and `max_pages` are from the limits of an executor whose pages are in several groups."""
         self._windows, self._max_pages = windows, max_pages
         self._ruled_slots = RuledSlots(max_positions)
         self._pages: dict[int, dict[int, int]] = {}  # page ids by slot and column
@@ -233,7 +232,7 @@ def _integers(values: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
 def _up_to_non_finite(result: RequestResult) -> RequestResult:
-    """Translate the NaN of the step contract: what was emitted before the first row whose logits gave no token."""
+    """Translate the NaN of the step contract: keep the tokens before the first row without a valid token."""
     num_good = next((i for i, logprob in enumerate(result.logprobs) if isnan(logprob)), None)
     if num_good is None:
         return result

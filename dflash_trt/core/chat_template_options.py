@@ -1,6 +1,6 @@
-"""Options of chat templates, such as `enable_thinking`: variables that a template reads beside the messages.
+"""Options of chat templates, such as `enable_thinking`: variables of a template besides the messages.
 
-A build stores those of its pair in the engine; a request's own replace them by name.
+A build stores its pair's options in the engine; a request's own options replace them by name.
 """
 
 import json

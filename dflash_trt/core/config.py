@@ -9,12 +9,12 @@ from dflash_trt.core.chat_template_options import reserved_problems
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen
+from dflash_trt.core.kernel_archive import Architecture
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.other_engines import hint_for
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
 Backend = Literal["torch", "tensorrt", "tensorrt_llm"]
-PluginMode = Literal["plugin", "layers"]
 CollectiveMode = Literal["native", "plugin"]
 
 
@@ -42,9 +42,9 @@ class BuildConfig(Frozen):
     tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
     ep_size: int = Field(default=1, ge=1, le=1024)  # groups of ranks that have a part of the experts each
     quantization: QuantizationConfig | None = None
-    plugins: PluginMode = "plugin"  # backend tensorrt: the plugin library, or native layers (slow, for checks)
-    plugin_library: str | None = None  # backend tensorrt
+    plugin_library: str | None = None  # backend tensorrt, which needs it
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
+    compile_for: tuple[Architecture, ...] = ()  # backend torch: GPUs whose compiled kernels the engine ships
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -63,8 +63,10 @@ class BuildConfig(Frozen):
             )
         if self.dtype == "float16" and self.backend == "torch":
             raise ValueError("dtype float16 needs backend tensorrt or tensorrt_llm; torch has float32 and bfloat16")
-        if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):
-            raise ValueError("collectives plugin needs backend tensorrt and plugins plugin")
+        if self.compile_for and self.backend != "torch":
+            raise ValueError(f"compile_for needs backend torch; engines of {self.backend} run no Triton kernels")
+        if self.collectives == "plugin" and self.backend != "tensorrt":
+            raise ValueError("collectives plugin needs backend tensorrt")
         if self.tp_size % self.ep_size:
             raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
         if self.max_num_tokens < self.max_batch_size:

@@ -17,7 +17,7 @@ class TokenMatcher(Protocol):
         ...
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Take in emitted tokens up to the one behind which nothing may follow; returns their number.
+        """Advance over emitted tokens, up to the one after which nothing may follow; returns their number.
 
         Raises:
             ConstraintError: a token is not allowed, or the constraint has become too complex to follow.
@@ -31,12 +31,12 @@ class TokenMatcher(Protocol):
 
     @staticmethod
     def fill_masks(blocks: "Sequence[MaskedBlock]", bits: Any) -> None:
-        """Write the masks of all blocks, one behind the other, to `bits`, int32 [rows, num_mask_words] of all ones."""
+        """Write the masks of all blocks, concatenated, to `bits`, int32 [rows, num_mask_words] of all ones."""
         ...
 
 
 class MaskedBlock(NamedTuple):
-    """Rows of logits of one request: behind its last token, and behind each of these drafts, which are allowed."""
+    """Rows of logits of one request: after its last token and after each of these allowed drafts."""
 
     matcher: TokenMatcher
     draft_tokens: Sequence[int]
@@ -47,7 +47,7 @@ class MaskedBlock(NamedTuple):
 
 
 class TokenConstraint(Protocol):
-    """What the text of a request must be. Unchangeable, so that requests may share it."""
+    """A constraint on a request's text. Immutable, so that requests may share it."""
 
     def start(self, stop_token_ids: Collection[int]) -> TokenMatcher:
         """The state before the first token. Stop tokens are allowed where the text may end."""

@@ -1,44 +1,71 @@
-"""Draft lengths by a size, as users write them: `1:7,16:5` in texts, a mapping in Python and JSON."""
+"""K as users write it: a number, or a number for each batch size from which it holds (`1:7,16:5`, or a mapping)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
+from typing import Final, Literal
 
 from dflash_trt.core.frozen import MAX_INT32
 
-
-def lengths_by_batch_size(value: object) -> dict[int, int] | None:
-    """Raises ValueError, with what was expected."""
-    lengths = _lengths(value)
-    if lengths is not None and min(lengths, default=0) != 1:
-        raise ValueError("batch sizes from 1 on with their drafts, such as 1:7,16:5,64:3")
-    return lengths
+# Usual costs and acceptance: what a choice of K starts from before anything is measured.
+USUAL_RATE: Final = 0.75  # of drafts that are accepted after an accepted one
+NUM_FIXED_ROWS: Final = {"cpu": 10.0, "cuda": 200.0}  # rows that cost as much as a step without any
+DRAFTER_FRACTION: Final = 0.25  # cost of drafting, relative to the target's at the same rows
 
 
-def lengths_by_context(value: object) -> dict[int, int] | None:
-    """Raises ValueError, with what was expected."""
-    lengths = _lengths(value)
-    if lengths is not None and min(lengths, default=0) < 1:
-        raise ValueError("context lengths of 1 or more with their drafts, such as 32768:3")
+def usual_draft_lengths(most: int, max_batch_size: int, device: Literal["cpu", "cuda"]) -> dict[int, int]:
+    """K by the number of requests from which it holds: the most tokens for the cost of a step, as these usually are.
+
+    A request alone takes as many as the drafter makes; others half of them, a quarter and so on, since a GPU prepares
+    graphs for each K.
+    """
+
+    def speed(size: int, length: int) -> float:
+        num_emitted = sum(USUAL_RATE**i for i in range(length + 1))
+        num_rows = NUM_FIXED_ROWS[device] + size * (length + 1)
+        return num_emitted / (num_rows * (1 + DRAFTER_FRACTION * (length > 0)))
+
+    lengths = [most >> halvings for halvings in range(most.bit_length() + 1)]
+    found = {1: most}
+    for size in (1 << power for power in range(1, max_batch_size.bit_length())):
+        best = max(lengths, key=lambda length: speed(size, length))
+        if best != next(reversed(found.values())):
+            found[size] = best
+    return found
+
+
+def draft_lengths(value: object) -> dict[int, int] | None:
+    """K by ascending batch size, from 1 on; a single number is K for every batch size.
+
+    Keys of a JSON mapping are texts. Raises ValueError, with what was expected.
+    """
+    if value is None:
+        return None
+    try:
+        pairs = [(_integer(size), _integer(length)) for size, length in _pairs(value)]
+    except ValueError:
+        raise ValueError(f"K of 0 to {MAX_INT32}, or pairs REQUESTS:K such as 1:7,16:5") from None
+    lengths = dict(sorted(pairs))
+    if len(lengths) < len(pairs):
+        raise ValueError("each number of requests once")
+    if min(lengths, default=0) != 1:
+        raise ValueError("numbers of requests from 1 on with their K, such as 1:7,16:5,64:3")
     return lengths
 
 
 def lengths_text(lengths: Mapping[int, int]) -> str:
     """As it is read again."""
+    if lengths.keys() == {1}:
+        return str(lengths[1])
     return ",".join(f"{size}:{length}" for size, length in lengths.items())
 
 
-def _lengths(value: object) -> dict[int, int] | None:
-    """By ascending size. Keys of a JSON mapping are texts."""
-    if value is None:
-        return None
-    pairs = value.items() if isinstance(value, Mapping) else [pair.split(":") for pair in str(value).split(",")]
-    try:
-        lengths = [(_integer(size), _integer(length)) for size, length in pairs]
-    except ValueError:
-        raise ValueError("pairs SIZE:LENGTH of integers of 0 or more, such as 1:7,16:5") from None
-    if len(dict(lengths)) < len(lengths):
-        raise ValueError("each size once")
-    return dict(sorted(lengths))
+def _pairs(value: object) -> Iterable[tuple[object, object]]:
+    """Raises ValueError for a text of other parts."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if not isinstance(value, str) or ":" not in value:
+        return [(1, value)]
+    return [(size, length) for size, length in (pair.split(":") for pair in value.split(","))]
 
 
 def _integer(value: object) -> int:

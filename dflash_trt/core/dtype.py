@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 if TYPE_CHECKING:
     import torch
 
-FloatDType = Literal["float32", "bfloat16", "float16"]  # of activations and unquantized weights
+FloatDType = Literal["float32", "bfloat16", "float16"]  # dtypes of activations and unquantized weights
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int32", "int64"]
 
 

@@ -1,4 +1,4 @@
-"""The exception tree. A message says what was expected, what was found and, unless that is obvious, how to fix it.
+"""The exception tree. A message says what was expected, what was found and, if not obvious, the fix.
 
 DFlashError
 |-- ConfigError       a file or flag is wrong                  exit 2
@@ -102,7 +102,7 @@ def problem(subject: str, *, expected: str, found: str, hint: str = "") -> str:
 def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str], *, hint: str = "") -> None:
     """Raise one error that lists every problem; do nothing when there is none.
 
-    `hint` is said once, at the end, where it is that of several problems.
+    A `hint` that several problems share is given once, at the end.
     """
     if not problems:
         return

@@ -1,4 +1,4 @@
-"""The exit codes of the processes: one table for the commands, the errors, the Triton model and the documentation."""
+"""Exit codes: one table for the commands, the errors, the Triton model and the documentation."""
 
 from enum import IntEnum
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-_ROOT = Path("/")  # of /proc and /sys
+_ROOT = Path("/")  # root of /proc and /sys
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
@@ -28,7 +28,7 @@ def total_memory_bytes() -> int:
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Whole cores, at least 1. A quota of 2.5 cores counts as 2, because a third thread would throttle all three."""
+    """Whole cores, at least 1. A quota of 2.5 cores is 2, because a third thread would throttle all three."""
     return max(1, int(min([_affinity(), *_cpu_quotas(root)])))
 
 

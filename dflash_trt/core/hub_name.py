@@ -7,7 +7,7 @@ from typing import Self
 
 from dflash_trt.core.frozen import Frozen
 
-_PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"  # of huggingface_hub's rules for names those that tell them from paths
+_PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"  # huggingface_hub's rules for names that distinguish them from paths
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
 
 

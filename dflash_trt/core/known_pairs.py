@@ -1,4 +1,4 @@
-"""Pairs of known repositories on the Hugging Face hub: known_pairs.toml, and what it says about a name.
+"""Known pairs of Hugging Face repositories: known_pairs.toml, and its entries by name.
 
 Knows names only; no network, no files of checkpoints.
 """
@@ -51,7 +51,7 @@ def pair_of_drafter(name: str) -> KnownPair | None:
 
 
 def pair_of_drafter_directory(path: PurePath) -> KnownPair | None:
-    """The pair of a local copy, by a name on its path: that of the repository, or of its place in the hub's cache."""
+    """The pair of a local copy, by a name on its path: the repository's, or its place in the hub's cache."""
     *parents, name = path.parts or ("",)
     cached = next((part for part in reversed(parents) if part.startswith(_CACHED)), None)
     names = {name.lower(), (cached or "").removeprefix(_CACHED).replace("--", "/").lower()}

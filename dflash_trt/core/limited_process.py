@@ -1,4 +1,4 @@
-"""Processes for work on what clients send, which may loop for ever, eat all memory or overflow the stack.
+"""Processes for untrusted work, which may loop forever, exhaust memory or overflow the stack.
 
 A process starts with the first request and stays; one that broke a limit is replaced. The program of a process calls
 `core/limited_worker.py`.
@@ -18,7 +18,7 @@ from weakref import finalize
 
 _NUM_PROCESSES = 2  # at most: a request that runs into the limit does not stop the others
 _START_LIMIT_S = 60.0
-_GRACE_S = 2.0  # the process ends itself at its limit; should it be stopped, nobody waits for longer than this
+_GRACE_S = 2.0  # the process ends itself at its limit; a stopped process delays its caller by at most this
 
 
 class ProcessEndedError(Exception):
@@ -32,7 +32,7 @@ class LimitedProcesses:
         """`program` is the path of a Python file; it finds its `arguments` in sys.argv[3:]."""
         self._program = (program, *arguments)
         self._time_limit_s = time_limit_s
-        self._idle: LifoQueue[_Process | None] = LifoQueue()  # None: not started
+        self._idle: LifoQueue[_Process | None] = LifoQueue()  # None if not started
         for _ in range(_NUM_PROCESSES):
             self._idle.put(None)
         self._close = finalize(self, _end_all, self._idle)
@@ -76,7 +76,7 @@ class _Process:
             pass_fds=(theirs.fileno(),),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)},
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print belongs to nobody's result
+            stdout=2,  # output of libraries goes to stderr
             process_group=0,  # an interrupt of the terminal is for the program
         )
         theirs.close()

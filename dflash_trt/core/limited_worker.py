@@ -15,7 +15,7 @@ MAX_MEMORY_BYTES = 512 * 1024**2  # beyond what a process has when it is ready
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Answer the requests of a LimitedProcesses, which passes the pipe's descriptor and the seconds for a request."""
+    """Answer requests of LimitedProcesses. argv has the pipe's descriptor and the seconds per request."""
     pipe: Connection[bytes, bytes] = Connection(int(sys.argv[1]))
     time_limit_s = float(sys.argv[2])
     _limit_memory()
@@ -24,7 +24,7 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
         try:
             request = pipe.recv_bytes()
         except (EOFError, OSError):
-            return  # nobody is left who asks
+            return  # the caller has gone
         signal.setitimer(signal.ITIMER_REAL, time_limit_s)  # its signal ends the process, whatever it does
         answered = answer(request)
         signal.setitimer(signal.ITIMER_REAL, 0)

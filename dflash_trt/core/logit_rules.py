@@ -23,7 +23,7 @@ from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.request import Request
 
 ANY_TOKEN: Final = -1  # fills prefixes on the left
-MAX_BIASES: Final = 1024  # of one request, stop tokens and spellings of bad words included
+MAX_BIASES: Final = 1024  # per request, stop tokens and token ids of bad words included
 MAX_BAD_WORD_TOKENS: Final = 32
 
 LOGIT_RULE_FIELDS: Final = frozenset({
@@ -36,7 +36,7 @@ _NOT_THERE: Final = -2  # a token before the first one
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LogitRules:
-    """Rules of a request. A bias holds at positions before its end, behind the tokens of its prefix."""
+    """Logit rules of a request. A bias applies at positions before its end, after its prefix's tokens."""
 
     num_prompt_tokens: int
     repetition_penalty: float

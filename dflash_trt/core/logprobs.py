@@ -1,7 +1,7 @@
-"""Log probabilities beside those of the emitted tokens: the most likely tokens, and the tokens of a prompt.
+"""Log probabilities besides the emitted tokens': of the most likely tokens, and of prompt tokens.
 
-All are those of the target's raw distribution: before temperature, filters, penalties, bias and masks. Steps give
-arrays, of which readers make tuples in their own threads.
+All are from the target's raw distribution: before temperature, filters, penalties, bias and masks. Steps give arrays,
+which readers turn into tuples in their own threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 
-LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # of SamplingParams
+LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # fields of SamplingParams
 # Rows of logits that are read at a time: with PyTorch alone 0.16 GB in float32 for 150,000 tokens, and 0.3 GB as keys.
 LOGPROBS_ROWS: Final = 256
 
@@ -26,7 +26,7 @@ class TokenLogprob(NamedTuple):
 
 
 class PromptLogprob(NamedTuple):
-    """A token of a prompt, its log probability after the tokens before it, and the most likely tokens there."""
+    """A prompt token, its log probability given the tokens before it, and the most likely tokens there."""
 
     token_id: int
     logprob: float
@@ -119,7 +119,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """What a step gives for its PromptRows."""
+    """A step's results for its PromptRows."""
 
     logprobs: Array  # float32 [M], of next_tokens
     top: TopTokens  # [M, N]

@@ -37,7 +37,7 @@ class Mapping(Frozen):
         return Mapping(**(self.model_dump() | {"rank": rank}))
 
     def num_kv_heads_of(self, num_kv_heads: int) -> int:
-        """K/V heads that each rank holds: its part of them, or a copy of one where there are more ranks than heads."""
+        """K/V heads per rank: its share of them, or a copy of one if there are more ranks than heads."""
         return max(1, num_kv_heads // self.tp_size)
 
     @property

@@ -1,7 +1,7 @@
-"""How the threads of OpenMP wait for their next region: asleep.
+"""Passive waiting for OpenMP threads: they sleep until their next region.
 
-By default they spin for a while, on a core that another process could use: two threads beside one busy process then
-wait for each other's time slices. An OpenMP runtime reads its settings when PyTorch loads it.
+By default they spin for a while, on a core that another process could use: two threads and one busy process on two
+cores then wait for each other's time slices. An OpenMP runtime reads its settings when PyTorch loads it.
 """
 
 import os
@@ -17,6 +17,6 @@ def is_waiting_chosen() -> bool:
 
 
 def let_threads_sleep() -> None:
-    """Choose passive waiting for this process and its children; too late, and not done, once PyTorch is imported."""
+    """Set passive waiting for this process and its children, unless PyTorch is imported already."""
     if "torch" not in sys.modules and not is_waiting_chosen():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

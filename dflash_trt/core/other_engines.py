@@ -1,6 +1,6 @@
-"""Names that users of vLLM, SGLang, TensorRT-LLM and llama.cpp know, and ours: for commands, files and Python.
+"""Options of vLLM, SGLang, TensorRT-LLM and llama.cpp, and our names: for commands, files and Python.
 
-Names are those of fields; `--tensor-parallel-size`, `tensor_parallel_size` and `--tensor_parallel_size` are one.
+Names are fields; `--tensor-parallel-size`, `tensor_parallel_size` and `--tensor_parallel_size` are one.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a foreign name is here: the first of `ours` that a place has, explained by `sentence`, or that alone."""
+    """Our answer to a foreign name: the first of `ours` that a place has, `sentence`, or both."""
 
     ours: tuple[str, ...] = ()
     sentence: str = ""
@@ -27,9 +27,8 @@ _RENAMED: Final = {
     "model_name_or_path",
     "drafter": "draft_model draft_model_path speculative_config speculative_model speculative_draft_model_path "
     "speculative_algorithm speculative_algo speculative_decoding_mode model_draft",
-    "num_draft_tokens max_draft_len": "num_speculative_tokens speculative_num_draft_tokens draft_len "
-    "max_draft_tokens speculative_num_steps",
-    "draft_length": "draft_len_schedule",
+    "draft_length max_draft_len": "num_speculative_tokens speculative_num_draft_tokens draft_len draft_len_schedule "
+    "max_draft_tokens speculative_num_steps num_draft_tokens",
     "tp_size": "tensor_parallel_size tensor_model_parallel_size tensor_parallel tp world_size",
     "ep_size": "expert_parallel_size enable_expert_parallel moe_ep_size ep",
     "replicas": "data_parallel_size data_parallel dp_size dp",
@@ -105,9 +104,9 @@ _OF_COMMANDS: Final = {
     "build": "kv_cache output",
     "run": "input_file stream",
     "serve": "replicas gpus model_name tool_call_parser reasoning_parser",
-    "bench serving": "concurrency",
+    "bench throughput": "concurrency",
 }
-# Commands, or those of a group; a sentence.
+# Commands, or commands of a group; a sentence.
 COMMANDS: Final = {
     "generate": "`dflash-trt run`",
     "complete": "`dflash-trt run`",
@@ -120,7 +119,6 @@ COMMANDS: Final = {
     "quantize": "`dflash-trt build --quantization`",
     "collect-env": "`dflash-trt doctor`",
     "models": "`dflash-trt recipes`",
-    "throughput": "`dflash-trt bench serving`",
     "latency": "`dflash-trt bench speedup`",
     "online": "`dflash-trt bench serve`",
 }
@@ -155,7 +153,7 @@ NAMES: Final = _table()
 
 
 def checks_keywords(check: Callable[[Sequence[object], Mapping[str, object]], None]) -> Callable[[type[_T]], type[_T]]:
-    """Give a class an __init__ whose arguments are checked first: wrong ones get an answer, instead of a TypeError."""
+    """Give a class an __init__ that checks its arguments first, so that errors have a hint."""
 
     def decorate(kind: type[_T]) -> type[_T]:
         init: Callable[..., None] = kind.__init__
@@ -177,7 +175,7 @@ def field_of(word: str) -> str:
 
 
 def hint_for(name: str, known: Collection[str]) -> str:
-    """What an unknown keyword or key is called among `known`, or where else it is."""
+    """Hint for an unknown keyword or key: its name among `known`, or the place that has it."""
     answer = NAMES.get(field_of(name)) or Answer(ours=(name,))
     here = next((ours for ours in answer.ours if ours.partition("=")[0] in known), None)
     elsewhere = next((place for ours in answer.ours if (place := _where(ours))), "")

@@ -1,4 +1,4 @@
-"""Page groups of layers that read a window of the last tokens, and the pages that a request needs of one."""
+"""Page groups of layers that read a window of the last tokens, and a request's pages in one."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -26,11 +26,11 @@ MAX_KEY_BLOCK: Final = 128  # keys that a kernel loads together
 
 
 def num_pages_for(num_positions: int, page_size: int) -> int:
-    """Pages of so many positions from the first on."""
+    """Pages that hold `num_positions` positions from the first on."""
     return -(-num_positions // page_size)
 
 
 def decode_pages(window: int, page_size: int, max_draft_len: int) -> int:
-    """Most pages that a request that decodes needs: of a window, and the verify blocks of two uncommitted steps."""
+    """Most pages of a decoding request: a window, and the verify blocks of two uncommitted steps."""
     num_positions = window - 1 + 2 * (max_draft_len + 1)
     return (num_positions + page_size - 2) // page_size + 1

@@ -1,4 +1,4 @@
-"""What a router may be told about a prefix cache."""
+"""Prefix cache events for a router."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ class PrefixWatcher(Protocol):
     """Told of each page that is cached and evicted, in the engine's thread: it must be quick."""
 
     def stored(self, page_id: int, parent_page_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
-        """A page is cached, with these tokens after those of its parent (None: at the start of a prompt)."""
+        """A page is cached with these tokens, which follow its parent's; None means the start of a prompt."""
         ...
 
     def removed(self, page_id: int) -> None: ...

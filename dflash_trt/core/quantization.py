@@ -1,4 +1,4 @@
-"""Formats of weights and K/V pages: requested by a user (QuantizationConfig), stored in an engine (QuantizationSpec).
+"""Formats of weights and K/V pages: a user's (QuantizationConfig), an engine's (QuantizationSpec).
 
 Knows names only; layouts and arithmetic are in `formats/`.
 """
@@ -62,14 +62,14 @@ class QuantizationConfig(Frozen):
 
 
 class LayerKvScales(Frozen):
-    """Scales of one layer's FP8 pages, which hold e4m3(K / k) and e4m3(V / v), rounded to nearest, saturated at 448."""
+    """Scales of one layer's FP8 pages: e4m3(K / k) and e4m3(V / v), rounded to nearest, saturated at 448."""
 
     k: PositiveFloat = 1.0
     v: PositiveFloat = 1.0
 
 
 class Calibration(Frozen):
-    """Result of calibration. `input_amax` is the largest input magnitude of each linear layer, by canonical name."""
+    """Result of calibration. `input_amax` is the largest input magnitude by linear layer's canonical name."""
 
     input_amax: dict[str, PositiveFloat] = Field(default_factory=dict)
     target_kv: tuple[LayerKvScales, ...] | None = None
@@ -89,7 +89,10 @@ class QuantizationSpec(Frozen):
     draft_kv: tuple[LayerKvScales, ...] | None = None
 
     def format_of(self, tensor_name: str) -> str | None:
-        """Format of the linear layer that a stored tensor (codes or scales) belongs to; None for any other tensor."""
+        """Format of the linear layer that a stored tensor (codes or scales) belongs to.
+
+        None for other tensors.
+        """
         return self.linears.get(tensor_name, self.linears.get(tensor_name.rpartition(".")[0]))
 
     @property

@@ -26,6 +26,7 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
     "cache_salt": text("a string"),
     "sample_index": integer("an integer of 0 or more", 0),
     "shares_prompt_of": optional(text("None, or a string")),
+    "reports_drafts": instance("true or false", bool),
 }
 
 
@@ -33,15 +34,17 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
 class Request:
     """One prompt to be served. `seed` is resolved: `sampling.seed`, or one that the engine drew.
 
-    `is_reproducible` asks for a text that is a function of the seed. One that nobody gave may do without
+    `is_reproducible` asks for a text that is a function of the seed. A seed that the user did not give may do without
     (`SamplingParams`).
 
     Requests of higher `priority` go first, among equals the earlier one. `queue_timeout_s` bounds the wait for the
-    first step. Prefixes are shared only between requests of equal `cache_salt`. `constraint` is what
-    `sampling.grammar_field` asks for, compiled.
+    first step. Prefixes are shared only between requests of equal `cache_salt`. `constraint` is the compiled
+    `sampling.grammar_field`.
 
     A request is one sample of its prompt, `sample_index` of `sampling.n`. It waits until the request that
     `shares_prompt_of` names has computed their prompt, whose pages it then shares.
+
+    The events of one that `reports_drafts` have `draft_token_ids`.
 
     Raises:
         RequestError: lists every value of a wrong type or out of range.
@@ -60,6 +63,7 @@ class Request:
     sample_index: int = 0
     shares_prompt_of: str | None = None
     constraint: TokenConstraint | None = None
+    reports_drafts: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _REQUEST_READERS, heading="request")
@@ -80,7 +84,8 @@ class TokenEvent(NamedTuple):
     `token_ids` are the tokens emitted by this step, cut after a stop token and at max_new_tokens; empty when a request
     ends without a new token. `num_candidates` is 0 for the step that ended the prefill. `num_accepted` is counted
     before any cut. `statistics` come with the finish_reason. `top` has the most likely tokens at each of the tokens,
-    `prompt` comes with the first tokens of a request that wants log probabilities of its prompt.
+    `prompt` comes with the first tokens of a request that wants log probabilities of its prompt. `draft_token_ids` are
+    the drafts made for the next step, which verifies the first `num_candidates` of them.
     """
 
     request_id: str
@@ -94,6 +99,7 @@ class TokenEvent(NamedTuple):
     statistics: RequestStatistics | None = None
     top: Optional["TopTokens"] = None  # [tokens, N]
     prompt: Optional["PromptScores"] = None
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +132,17 @@ class GenerationOutput:
     top_logprobs: "tuple[tuple[TokenLogprob, ...], ...]" = ()
     prompt_logprobs: "tuple[PromptLogprob | None, ...] | None" = None
     sample_index: int = 0
-    other_samples: "tuple[GenerationOutput, ...]" = ()  # of sample 0: 1, 2, ..., n - 1
+    other_samples: "tuple[GenerationOutput, ...]" = ()  # samples 1, 2, ..., n - 1; only in sample 0
 
     @property
     def samples(self) -> "tuple[GenerationOutput, ...]":
         """All samples of the prompt in their order, this one first."""
         return (self, *self.other_samples)
+
+    @property
+    def outputs(self) -> "tuple[GenerationOutput, ...]":
+        """The samples, under the name that they have in vLLM and TensorRT-LLM."""
+        return self.samples
 
     @property
     def acceptance_length(self) -> float | None:

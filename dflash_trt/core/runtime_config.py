@@ -1,4 +1,4 @@
-"""Settings of a running engine: one table for LLM's keywords, the commands' options and the servers' settings.
+"""Settings of a running engine: one table for LLM keywords, command options and server settings.
 
 Values that depend on the engine (its max_draft_len, its device) are resolved when it is opened.
 """
@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from dflash_trt.core.draft_lengths import lengths_by_batch_size, lengths_by_context
+from dflash_trt.core.draft_lengths import draft_lengths, lengths_text
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen
 from dflash_trt.core.other_engines import hint_for
@@ -48,7 +48,10 @@ class Option:
 
 
 class SettingError(ConfigError):
-    """A value that this engine or machine cannot have. `name` is that of the argument or the field of RuntimeConfig."""
+    """A value that this engine or machine cannot have.
+
+    `name` is the argument or the field of RuntimeConfig.
+    """
 
     def __init__(self, name: str, *, expected: str, found: str, hint: str = "") -> None:
         self.name = name
@@ -92,33 +95,18 @@ class RuntimeConfig(Frozen):
     use_drafter: Annotated[bool, Option(flag="--no-drafter", help="Decode autoregressively, without the drafter.")] = (
         True
     )
-    num_draft_tokens: Annotated[
-        int | None,
-        Field(ge=0, le=MAX_INT32),
+    draft_length: Annotated[
+        dict[int, int] | None,
+        BeforeValidator(draft_lengths),
         Option(
-            metavar="K",
-            help="Drafts per request and step; the maximum with --adaptive (default: the engine's max_draft_len).",
+            metavar="K|N:K,...",
+            help="K, the drafts per request and step; by the number of decoding requests as in 1:7,16:5, 5 from 16 on; "
+            "the maximum with --adaptive (default: max_draft_len for one request, fewer the more there are).",
         ),
     ] = None
     adaptive_draft_length: Annotated[
         bool, Option(flag="--adaptive", help="Choose K for each step, from measured speed and acceptance.")
     ] = False
-    draft_length: Annotated[
-        dict[int, int] | None,
-        BeforeValidator(lengths_by_batch_size),
-        Option(
-            metavar="N:K,...",
-            help="K by the number of decoding requests: 1:7,16:5 is 7 for 1 to 15 requests, and 5 from 16 on.",
-        ),
-    ] = None
-    draft_length_by_context: Annotated[
-        dict[int, int] | None,
-        BeforeValidator(lengths_by_context),
-        Option(
-            metavar="N:K,...",
-            help="Maximum K by the median context of the decoding requests: 32768:3 is 3 from 32768 tokens on.",
-        ),
-    ] = None
     draft_window: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
@@ -189,9 +177,10 @@ class RuntimeConfig(Frozen):
     def _collect_problems(cls, fields: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """The validation context, if any, maps field names to the flags that the user typed."""
         written_as: Mapping[str, str] = info.context or {}
-        problems = []
+        problems: list[str] = []
         try:
             config = read({name: _plain(value) for name, value in dict(fields).items()})
+            problems += config._adaptive_conflict(written_as)
         except ValidationError as error:
             problems = [_problem_of(details, written_as) for details in error.errors()]
         problems += _conflicts(dict(fields), written_as)
@@ -201,7 +190,14 @@ class RuntimeConfig(Frozen):
     @property
     def max_draft_tokens(self) -> int:
         """The maximum K of a resolved config."""
-        return max(self.draft_length.values()) if self.draft_length else self.num_draft_tokens or 0
+        return max((self.draft_length or {1: 0}).values())
+
+    def _adaptive_conflict(self, written_as: Mapping[str, str]) -> Iterator[str]:
+        if self.adaptive_draft_length and len(self.draft_length or {}) > 1:
+            adaptive, length = (written_as.get(name, name) for name in ("adaptive_draft_length", "draft_length"))
+            yield problem(
+                length, expected=f"one K with {adaptive}, its maximum", found=lengths_text(self.draft_length or {})
+            )
 
     def without_drafter(self) -> "RuntimeConfig":
         """A copy that decodes autoregressively, without the settings that exclude it."""
@@ -218,14 +214,9 @@ KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
 _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),
-    ("use_drafter", "num_draft_tokens"),
     ("use_drafter", "adaptive_draft_length"),
     ("use_drafter", "draft_length"),
-    ("use_drafter", "draft_length_by_context"),
     ("use_drafter", "draft_window"),
-    ("num_draft_tokens", "draft_length"),
-    ("adaptive_draft_length", "draft_length"),
-    ("adaptive_draft_length", "draft_length_by_context"),
 )
 
 
@@ -239,7 +230,7 @@ def value_type(name: str) -> Any:
 
 
 def reads_text(name: str) -> bool:
-    """Whether a field reads its values from text, too, in a form of its own."""
+    """True if a field also reads its value from text, in a form of its own."""
     metadata = RuntimeConfig.model_fields[name].metadata
     return value_type(name) is str or any(isinstance(item, BeforeValidator) for item in metadata)
 

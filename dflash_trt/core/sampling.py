@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 MAX_SEED: Final = 2**63 - 1
 MAX_TOP_LOGPROBS: Final = 20  # alternatives of one token
-MAX_SAMPLES: Final = 128  # of one prompt
+MAX_SAMPLES: Final = 128  # per prompt
 # Tokens are practically equally likely here; far beyond, probabilities round to one float32 and top_k sees ties.
 MAX_TEMPERATURE: Final = 10_000
 
@@ -45,10 +45,10 @@ MAX_TEMPERATURE: Final = 10_000
 class SamplingField:
     """One parameter. `read` checks and converts a caller's value; its ValueError says what was expected.
 
-    `dtype` is that of its step input, one value per request, and `off` the value that disables it; both are None for
-    parameters that only the host reads. `idle` are all values at which a filter does nothing. `trtllm_names` are those
-    of the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi, None where that has none. A parameter that
-    `reads_file` may be given as @FILE on the command line.
+    `dtype` is the type of its step input, one value per request, and `off` the value that disables it; both are None
+    for parameters that only the host reads. `idle` are all values at which a filter does nothing. `trtllm_names` are
+    its names in the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi, None if that has none. A parameter
+    that `reads_file` may be given as @FILE on the command line.
     """
 
     name: str
@@ -80,7 +80,7 @@ def _parameter(
     kind: type | None = None,
     reads_file: bool = False,
 ) -> Any:
-    """Declare a field of SamplingParams with its row of the table. `kind` None: as the field is annotated."""
+    """Declare a field of SamplingParams with its row of the table. `kind` defaults to the annotation."""
     row = {"read": read, "help": help, "dtype": dtype, "off": off, "idle": idle, "trtllm_names": trtllm_names}
     row |= {"reads_file": reads_file} | ({} if kind is None else {"kind": kind})
     return field(default=default, metadata=row)
@@ -92,7 +92,7 @@ def _clamped(read: Reader[Any], clamp: Callable[[Any], Any]) -> Reader[Any]:
 
 
 def _schema_text(value: object) -> str:
-    """A JSON schema as text: of an object, of a class of pydantic, or of text, which is checked to be JSON."""
+    """A JSON schema as text, from an object, a class of pydantic, or JSON text, which is checked."""
     expected = "a JSON schema: an object, its JSON text, or a class of pydantic"
     make_schema = getattr(value, "model_json_schema", None)
     try:
@@ -124,16 +124,16 @@ def _check_names(args: Sequence[object], fields: Mapping[str, object]) -> None:
 @checks_keywords(_check_names)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
+    """How to choose tokens. `temperature` 0 is greedy.
 
-    Filters apply in the order temperature, top_k, top_p, min_p, to the target's distribution of every row. A `seed`
-    fixes the random numbers of every position, which drafts share with the target: a text is a function of its seed.
-    Without one (and without one of the engine's) a seed is drawn for each request, drafts get random numbers of their
-    own and are accepted by rejection sampling, which accepts more of them: a text then also depends on what was
-    drafted. K, the batch and prompt chunks change how sums are rounded, never the distribution. In float32 on a CPU
-    greedy texts are equal, and those of a seed practically always; in bfloat16, FP8 and FP4 near-ties, and so changed
-    texts, are common.
-    `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
+    `top_k` 0, `top_p` 1 and `min_p` 0 disable their filters. Filters apply in the order temperature, top_k, top_p,
+    min_p, to the target's distribution of every row. A `seed` fixes the random numbers of every position, which drafts
+    share with the target: a text is a function of its seed. Without one (and without one of the engine's) a seed is
+    drawn for each request, drafts get random numbers of their own and are accepted by rejection sampling, which accepts
+    more of them: a text then also depends on its drafts. K, the batch and prompt chunks change how sums are rounded,
+    never the distribution. In float32 on a CPU greedy texts are equal, and texts of a seed practically always; in
+    bfloat16, FP8 and FP4 near-ties, and so changed texts, are common. `stop` takes at most MAX_STOP_STRINGS strings of
+    at most MAX_STOP_LEN characters.
 
     Before the filters, the logits get `logit_bias`, `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
     in this order, and `bad_words` and `min_tokens` remove tokens: `core/logit_rules.py` defines them.
@@ -141,12 +141,12 @@ class SamplingParams:
     At most one of `json_schema`, `regex`, `choice` and `grammar` may be given: the text follows it from its first token
     on, and the request ends with "stop" as soon as nothing more may follow. `max_new_tokens` may end it before.
 
-    Log probabilities are those of the target's raw distribution, before all of this. `top_logprobs` wants `logprobs`. A
-    request with `prompt_logprobs` computes its whole prompt, whatever the prefix cache has. Of `n` samples each has a
-    seed of its own (`sample_seed`), and sample 0 is that of n = 1.
+    Log probabilities are of the target's raw distribution, before all of this. `top_logprobs` requires `logprobs`. A
+    request with `prompt_logprobs` computes its whole prompt, whatever the prefix cache has. Each of `n` samples has a
+    seed of its own (`sample_seed`), and sample 0 equals the request with n = 1.
 
     Values are clamped to the device's float32 and int32: a temperature below 1.2e-38 becomes 0, a top_p below it
-    1.2e-38 (the most likely token alone), a top_k of 2**31 or more 2**31 - 1. Numbers of numpy, lists, and a single
+    1.2e-38 (only the most likely token), a top_k of 2**31 or more 2**31 - 1. Numbers of numpy, lists, and a single
     string for `stop` are accepted.
 
     Raises:
@@ -356,7 +356,7 @@ class StepSampling:
 
     @classmethod
     def of(cls, params: SamplingParams, *, seed: int, shares_noise: bool = True) -> Self:
-        """Filters that leave one token make the request greedy: they do not reach drafts, which become greedy too.
+        """The step's sampling. Filters that leave one token make the request greedy, its drafts included.
 
         `shares_noise`: drafts share the target's random numbers, so that a text depends on its seed alone.
         """
@@ -380,9 +380,10 @@ class SamplingColumns(Generic[T]):
 
 
 def sample_seed(seed: int, sample_index: int) -> int:
-    """The seed of one of a prompt's samples: `seed` itself for sample 0, so that it equals a request with n = 1.
+    """The seed of one of a prompt's samples.
 
-    For others the first 63 bits of the SHA-256 of "SEED/INDEX", so that samples of neighbouring seeds are independent.
+    Sample 0 has `seed` itself, so it equals a request with n = 1. For others the first 63 bits of the SHA-256 of
+    "SEED/INDEX", so that samples of neighbouring seeds are independent.
     """
     if sample_index == 0:
         return seed

@@ -33,7 +33,7 @@ def _logprobs_problems(params: SamplingParams) -> list[str]:
 
 
 def _size_problems(params: SamplingParams) -> Iterator[str]:
-    """Sizes that are bounded: the engine's thread scans all text for stop strings, a device all rules at every row."""
+    """Size limits: an engine thread scans all text for stop strings, a device all rules at every row."""
     for name, texts, max_num in (
         ("stop", params.stop, MAX_STOP_STRINGS),
         ("bad_words", params.bad_words, MAX_BAD_WORDS),

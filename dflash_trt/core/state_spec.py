@@ -1,9 +1,12 @@
-"""State that an engine keeps between steps, as specs with a shape and a size. No other module knows their geometry."""
+"""State that an engine keeps between steps, as specs with a shape and a size.
+
+No other module knows the geometry.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from dflash_trt.core.dtype import DType, num_bytes_of
 from dflash_trt.core.mapping import Mapping
@@ -11,16 +14,44 @@ from dflash_trt.core.quantization import LayerKvScales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedKv:
-    """Paged K and V of one layer, by token position.
-
-    FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v). With a `window` W, nobody reads the
-    keys that are W or more positions before a query.
-    """
-
-    bytes_per_slot: ClassVar[int] = 0
+class _OwnState:
+    """A state of its layer's own: by token position, unless its kind is by slot, and whole on every rank."""
 
     name: str  # unique in an engine
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return 0
+
+    @property
+    def window(self) -> int | None:
+        """The window whose pages it keeps; None for all, and for states that are in no page."""
+        return None
+
+    @property
+    def num_tensors(self) -> int:
+        return 1
+
+    @property
+    def owner(self) -> Self:
+        """The state whose tensors the layer reads."""
+        return self
+
+    def shard(self, mapping: Mapping) -> Self:
+        """One rank's shard."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedKv(_OwnState):
+    """Paged K and V of one layer, by token position.
+
+    FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v). With a `window` W, no query reads keys
+    W or more positions before it.
+    """
+
+    page_axes: ClassVar[tuple[str, ...]] = ("2", "page_size", "kv_heads", "D")
+
     num_kv_heads: int
     head_dim: int
     dtype: DType
@@ -35,21 +66,20 @@ class PagedKv:
     def bytes_per_token(self) -> int:
         return math.prod(self.page_shape(1)) * num_bytes_of(self.dtype)
 
-    def shard(self, mapping: Mapping) -> "PagedKv":
-        """One rank's shard: its heads."""
+    def shard(self, mapping: Mapping) -> Self:
+        """One rank's heads."""
         return replace(self, num_kv_heads=mapping.num_kv_heads_of(self.num_kv_heads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedLatent:
-    """Paged latents of one layer with multi-head latent attention, by token position: the latent, then the rotated key.
+class PagedLatent(_OwnState):
+    """Paged latents of one MLA layer, by token position: the latent, then the rotated key.
 
     All heads read all of them, so every rank holds a copy. FP8 pages hold e4m3(row / scales.k).
     """
 
-    bytes_per_slot: ClassVar[int] = 0
+    page_axes: ClassVar[tuple[str, ...]] = ("page_size", "row")
 
-    name: str  # unique in an engine
     latent_dim: int
     rope_dim: int
     dtype: DType
@@ -63,10 +93,6 @@ class PagedLatent:
     def bytes_per_token(self) -> int:
         return math.prod(self.page_shape(1)) * num_bytes_of(self.dtype)
 
-    def shard(self, mapping: Mapping) -> "PagedLatent":
-        """The whole."""
-        return self
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedKv:
@@ -74,16 +100,21 @@ class SharedKv:
 
     bytes_per_token: ClassVar[int] = 0
     bytes_per_slot: ClassVar[int] = 0
+    window: ClassVar[int | None] = None
 
     name: str  # unique in an engine
     source: PagedKv
+
+    @property
+    def owner(self) -> PagedKv:
+        return self.source
 
     def shard(self, mapping: Mapping) -> "SharedKv":
         return replace(self, source=self.source.shard(mapping))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recurrent:
+class Recurrent(_OwnState):
     """Recurrent state of one layer, a gated delta net, by slot.
 
     `state` is the net after `position` tokens, and `window` begins with the last inputs of its convolution before that
@@ -93,19 +124,22 @@ class Recurrent:
 
     bytes_per_token: ClassVar[int] = 0
 
-    name: str  # unique in an engine
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
     conv_size: int
     num_records: int
-    dtype: DType  # of the inputs of the convolution
+    dtype: DType  # convolution inputs
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: q, k and v."""
+        """Channels of the convolution: q, k and v."""
         return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensors())
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """Shape and dtype of each part of a slot."""
@@ -123,19 +157,18 @@ class Recurrent:
     def bytes_per_slot(self) -> int:
         return sum(math.prod(shape) * num_bytes_of(dtype) for shape, dtype in self.tensors().values())
 
-    def shard(self, mapping: Mapping) -> "Recurrent":
-        """One rank's shard: its key heads, and the value heads that read them."""
+    def shard(self, mapping: Mapping) -> Self:
+        """One rank's key heads, and the value heads that read them."""
         num_key_heads, num_value_heads = (n // mapping.tp_size for n in (self.num_key_heads, self.num_value_heads))
         return replace(self, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PagedRows:
+class PagedRows(_OwnState):
     """One row of activations by token position, whole on every rank: the features of a chain's context."""
 
-    bytes_per_slot: ClassVar[int] = 0
+    page_axes: ClassVar[tuple[str, ...]] = ("page_size", "row")
 
-    name: str  # unique in an engine
     width: int
     dtype: DType
 
@@ -147,24 +180,17 @@ class PagedRows:
     def bytes_per_token(self) -> int:
         return self.width * num_bytes_of(self.dtype)
 
-    def shard(self, mapping: Mapping) -> "PagedRows":
-        return self
-
 
 PagedState = PagedKv | PagedLatent
 LayerState = PagedState | SharedKv | Recurrent | PagedRows
 
 
-def window_of(state: LayerState) -> int | None:
-    """The window whose pages a state keeps; None for all, and for states that are in no page."""
-    return state.window if isinstance(state, PagedKv) else None
-
-
 def page_group_of(state: LayerState, windows: Sequence[int]) -> int:
-    """Index of the page group that has the pages of a state, or of the layer that shares its own: of those of `windows`
-    behind the first, which keeps all positions, as states without a group of their own do.
+    """Index of the page group that has a state's pages, or the pages of the layer it shares.
+
+    Group 0 keeps all positions, also of states without a group of their own; the groups of `windows` follow.
     """
-    window = window_of(state.source if isinstance(state, SharedKv) else state)
+    window = state.owner.window
     return 1 + windows.index(window) if window is not None and window in windows else 0
 
 
@@ -175,7 +201,7 @@ def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStates:
-    """States of a target and of its drafter: one per layer, and behind those of a chain its features."""
+    """States of a target and its drafter: one per layer, then a chain's features."""
 
     target: tuple[LayerState, ...]
     draft: tuple[LayerState, ...] = ()
@@ -187,7 +213,7 @@ class EngineStates:
     @property
     def is_recurrent(self) -> bool:
         """True if a prefix of a sequence is more than its pages."""
-        return any(isinstance(state, Recurrent) for state in self)
+        return self.bytes_per_slot > 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -199,17 +225,18 @@ class EngineStates:
         return sum(state.bytes_per_token for state in self if isinstance(state, PagedLatent))
 
     def windows(self, max_positions: int) -> tuple[int, ...]:
-        """Of the page groups behind the first one, which keeps all positions: windows that a sequence outgrows."""
-        windows = {window for state in self if (window := window_of(state)) is not None}
+        """Windows that a sequence outgrows: the page groups after group 0, which keeps all positions."""
+        windows = {state.window for state in self if state.window is not None}
         return tuple(sorted(window for window in windows if window < max_positions))
 
     def bytes_per_token_of(self, window: int | None, windows: tuple[int, ...]) -> int:
-        """Of the page group of `window`; states without a group of their own are in the first, that of None."""
+        """Bytes per token in the page group of `window`.
 
-        def group(state: LayerState) -> int | None:
-            return found if (found := window_of(state)) in windows else None
+        States without a group of their own are in group None.
+        """
 
-        return sum(state.bytes_per_token for state in self if group(state) == window)
+        own = [(state.window if state.window in windows else None, state.bytes_per_token) for state in self]
+        return sum(num_bytes for found, num_bytes in own if found == window)
 
     @property
     def bytes_per_slot(self) -> int:

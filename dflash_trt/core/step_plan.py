@@ -1,8 +1,8 @@
-"""The plan that the scheduler gives to a step, and the result that the executor gives back: arrays, a row a request.
+"""The scheduler's plan of a step, and the executor's result: arrays, with a row per request.
 
-A request that runs has a slot: its place on the device, which keeps its last bonus token and drafts, its context length
+A running request has a slot: its place on the device, which keeps its last bonus token and drafts, its context length
 and its row of the page table. A chained row is filled on the device from its slot, so a step can be submitted before
-the results of the step before it are read. Other rows are given by the host: chunks of prompts. numpy only, so that the
+the results of the previous step are read. Other rows are given by the host: chunks of prompts. numpy only, so that the
 scheduler needs no torch.
 """
 
@@ -28,12 +28,12 @@ CHAINED: Final = -1  # as a row's context length: the slot has it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorLimits:
-    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter, and so is `num_choices`: of each
-    draft, C of `core/step_spec.py`.
+    """Limits for the scheduler. `max_draft_len` and `draft_topk` are 0 for an engine without a drafter.
 
-    `num_pages` are those of the first group of layers, which keeps all positions; `page_windows` are the other groups.
+    `draft_topk` is C of `core/step_spec.py`, per draft. `num_pages` counts the first group of layers, which keeps all
+    positions; `page_windows` are the other groups.
 
-    A target with recurrent layers shares prefixes through `num_snapshots` copies of slots, or none with 0.
+    A target with recurrent layers shares prefixes through `num_snapshots` copies of slots; 0 shares none.
 
     `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
     """
@@ -44,19 +44,19 @@ class ExecutorLimits:
     max_draft_len: int
     page_size: int  # token positions per page
     num_pages: int
-    num_choices: int = 0
+    draft_topk: int = 0
     unsupported_sampling: frozenset[str] = frozenset()
-    num_snapshots: int | None = None  # of recurrent states; None: a prefix of a sequence is its pages alone
+    num_snapshots: int | None = None  # recurrent states; None means that a prefix is its pages only
     page_windows: tuple[PageWindow, ...] = ()
 
     @property
     def max_positions(self) -> int:
-        """Positions that a row may reach: chained behind a row that ends its request, it may run past max_seq_len."""
+        """Positions that a row may reach: chained after a row that ends its request, it may pass max_seq_len."""
         return self.max_seq_len + self.max_draft_len
 
     @property
     def max_pages(self) -> int:
-        """Of one request in one group."""
+        """Pages of one request in one group."""
         return num_pages_for(self.max_positions, self.page_size)
 
     @property
@@ -65,7 +65,7 @@ class ExecutorLimits:
 
     @property
     def table_width(self) -> int:
-        """Entries of a request in the page table: `max_pages` of each group, one group behind another."""
+        """Entries of a request in the page table: `max_pages` per group, concatenated."""
         return self.num_page_groups * self.max_pages
 
 
@@ -164,17 +164,16 @@ class TokenMasks:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """The rows of a step, what changes in the page table and in other state of slots before it, the tokens that rows
-    may give, and the log probabilities that the step is to give.
+    """A step's rows, preceding changes of page table and slots, token masks, and wanted log probabilities.
 
-    Slots of `restores` are filled from snapshots before the step, those of `saves` are copied to snapshots when it has
+    Slots of `restores` are filled from snapshots before the step, slots of `saves` are copied to snapshots when it has
     succeeded; all of them have a row.
     """
 
     rows: StepRows
     num_pages: int  # most pages that a row has; positions count from 0 in every group
     page_updates: PageUpdates
-    slot_updates: tuple[SlotUpdate, ...] = ()  # of requests with logit rules, and of slots that had one; in order
+    slot_updates: tuple[SlotUpdate, ...] = ()  # for requests with logit rules, and for slots that had one; in order
     masks: TokenMasks | None = None
     top_rows: TopRows | None = None
     prompt_rows: PromptRows | None = None
@@ -205,9 +204,9 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """The outputs of `step_spec.STEP_OUTPUTS` without padding, as they came: NaN log probabilities included.
+    """The outputs of `step_spec.STEP_OUTPUTS` without padding, unchanged: NaN log probabilities included.
 
-    `top` and `prompt` are there where the plan asks for them.
+    `top` and `prompt` are set if the plan asks for them.
     """
 
     emitted_tokens: Array  # int32 [R, K+1]

@@ -1,7 +1,7 @@
 """The step contract: every tensor that enters and leaves one engine call.
 
     T tokens in the step   R requests   K draft tokens per request   P pages per request (max)   G page groups
-    C choices of a draft: the tokens that it may have been
+    C top-k candidates of a draft, for rejection sampling
 
 K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts and always leaves with K new ones.
 
@@ -25,7 +25,7 @@ Axis = Literal["T", "R", "R+1", "K", "K+1", "K*C", "P", "G"]
 class StepTensor:
     """A name, a dtype and symbolic axes. `padding` is the value of a padding row.
 
-    A tensor that `is_by_group` has the rows of every page group, one group behind another.
+    A tensor that `is_by_group` has the rows of every page group, concatenated.
     """
 
     name: str
@@ -51,8 +51,10 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
     StepTensor("page_table", "int32", ("R", "P"), "page ids, a table for each page group", is_by_group=True),
     StepTensor("logit_rows", "int32", ("R", "K+1"), "rows that need logits; the last one repeated to fill"),
     StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk"),
-    StepTensor("choices", "int32", ("R", "K*C"), "the tokens that each draft was chosen of, one draft behind another"),
-    StepTensor("chances", "float32", ("R", "K*C"), "their probabilities in this choice; 0 where nothing was drawn"),
+    StepTensor(
+        "draft_topk_ids", "int32", ("R", "K*C"), "top-k candidates that each draft was sampled from, draft by draft"
+    ),
+    StepTensor("draft_topk_probs", "float32", ("R", "K*C"), "their draft probabilities; 0 where nothing was sampled"),
     *(
         StepTensor(row.name, row.dtype, ("R",), row.help, padding=row.off or 0)
         for row in STEP_SAMPLING_FIELDS
@@ -61,12 +63,12 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
 )
 
 # Made on the device from the plan and from the slots of its rows, before the engine call; the others come as they are.
-ASSEMBLED: Final = ("token_ids", "positions", "context_lens", "page_table", "choices", "chances")
+ASSEMBLED: Final = ("token_ids", "positions", "context_lens", "page_table", "draft_topk_ids", "draft_topk_probs")
 
 # Inputs of engines that draft.
-DRAFT_INPUTS: Final = ("choices", "chances")
+DRAFT_INPUTS: Final = ("draft_topk_ids", "draft_topk_probs")
 
-# What the host sends for a step; of the assembled tensors the values of given rows.
+# Inputs that the host sends for a step; instead of the assembled tensors, the values of given rows.
 PLAN_INPUTS: tuple[StepTensor, ...] = (
     StepTensor("slot_ids", "int64", ("R",), "the slot of each request; padding has the last one"),
     StepTensor("token_rows", "int64", ("T",), "the request of each token; R for padding"),
@@ -83,8 +85,8 @@ STEP_OUTPUTS: tuple[StepTensor, ...] = (
     StepTensor("next_context_lens", "int32", ("R",), "context_lens + tokens given - num_candidates + num_accepted"),
 )
 
-# Of steps that draft, for the slots of the next step alone: no host reads them.
+# Outputs of steps that draft, for the slots of the next step only: no host reads them.
 DRAFT_OUTPUTS: tuple[StepTensor, ...] = (
-    StepTensor("draft_choices", "int32", ("R", "K*C"), "the tokens that each of draft_tokens was chosen of"),
-    StepTensor("draft_chances", "float32", ("R", "K*C"), "their probabilities; see the input chances"),
+    StepTensor("next_draft_topk_ids", "int32", ("R", "K*C"), "top-k candidates of each of draft_tokens"),
+    StepTensor("next_draft_topk_probs", "float32", ("R", "K*C"), "their draft probabilities, as in draft_topk_probs"),
 )

@@ -20,10 +20,9 @@ class WeightSpec:
     """A tensor of the whole model, and how it is sharded over ranks.
 
     `rows` shards output features, `columns` input features (an all-reduce sums the partial results): axes 0 and 1, or 1
-    and 2 where axis 0 has `num_experts`, of which each rank has some.
-    `segments` are the row counts of parts fused along the axis of rows, each sharded on its own, as q, k and v are.
-    `units` are the rows of each segment that stay together (default: 1), as those of a K/V head do: with fewer units
-    than ranks, several ranks hold the same unit.
+    and 2 where axis 0 has `num_experts`, of which each rank has some. `segments` are the row counts of parts fused
+    along the axis of rows, each sharded on its own, such as q, k and v. `units` are the rows of each segment that stay
+    together (default: 1), such as a K/V head's: with fewer units than ranks, several ranks hold the same unit.
     """
 
     shape: tuple[int, ...]
@@ -86,13 +85,16 @@ def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
 
 
 def is_linear(spec: WeightSpec, name: str) -> bool:
-    """True if a canonical tensor is the weight of a GEMM, or of one per expert: no vector, bias, embedding, filter."""
+    """True for the weight of a GEMM, or of one per expert.
+
+    False for vectors, biases, embeddings and filters.
+    """
     has_matrices = len(spec.shape) == 2 + spec.row_axis
     return has_matrices and not spec.is_plain and not name.endswith((".embedding", "_bias", ".conv"))
 
 
 def row_sharded(shape: tuple[int, ...], segments: tuple[int, ...] = (), units: tuple[int, ...] = ()) -> WeightSpec:
-    """Spec with output features sharded; `segments` if the rows are fused parts, `units` if they are K/V heads."""
+    """Spec with output features sharded; `segments` for fused parts, `units` for K/V heads."""
     return WeightSpec(shape=shape, sharding="rows", segments=segments or shape[:1], units=units)
 
 

@@ -1,4 +1,4 @@
-"""The trained demo pair, a target and its drafter as Hugging Face directories, and 16 prompts held out from them."""
+"""The trained demo pair, target and drafter as Hugging Face directories, and 16 held-out prompts."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What of dflash-trt works on this machine, and with which versions: for bug reports. Nothing here fails."""
+"""Report of what works on this machine, with which versions, for bug reports. Nothing here fails."""

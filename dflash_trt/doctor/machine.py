@@ -30,7 +30,7 @@ _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str | None]:
-    """Of dflash-trt, Python and the packages; None for one that is not installed."""
+    """Versions of dflash-trt, Python and the packages; None for packages that are not installed."""
     own = {"dflash-trt": dflash_trt.__version__, "python": platform.python_version()}
     return own | {name: _version(name) for name in PACKAGES}
 
@@ -61,7 +61,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def driver_module() -> str | None:
-    """NVIDIA's kernel module, where it is loaded: a driver without a GPU that can be used tells of a container."""
+    """NVIDIA's kernel module, if loaded: a driver without a usable GPU indicates a container."""
     try:
         return _DRIVER_FILE.read_text().partition("\n")[0]
     except OSError:

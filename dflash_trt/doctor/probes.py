@@ -71,7 +71,7 @@ def tensorrt_rtx() -> str:
 
 
 def quantization() -> str:
-    """The import that a calibration begins with. The rest of ModelOpt takes ten seconds to import: see `full`."""
+    """The import that calibration begins with. The rest of ModelOpt takes ten seconds: see `full`."""
     import modelopt
 
     missing = [name for name in ("requests", "huggingface_hub") if not _is_installed(name)]

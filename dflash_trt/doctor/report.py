@@ -1,4 +1,4 @@
-"""The report: versions, machine and probes, which run beside one another in processes of their own, in limited time."""
+"""The report: versions, machine and probes, which run in parallel processes with a time limit."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def make_report(*, time_limit_s: float, is_full: bool = False) -> dict[str, Any]
 
 
 def run_probes(names: Sequence[str], time_limit_s: float) -> Iterator[dict[str, Any]]:
-    """Results in the order of `names`. Behind a probe that ends its process or takes too long comes a new process."""
+    """Results in the order of `names`. If a probe ends its process or takes too long, a new one continues."""
     left = list(names)
     while left:
         for result in _run_process(tuple(left), time_limit_s):

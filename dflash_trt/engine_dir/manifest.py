@@ -60,13 +60,16 @@ class PretrainedConfig(Frozen):
         return self
 
     def states(self, *, has_drafter: bool = True) -> EngineStates:
-        """States of each rank, with those of the drafter or without."""
+        """States of each rank, optionally with the drafter's."""
         draft = self.draft if has_drafter else None
         return engine_states(self.target, draft, dtype=self.dtype, quantization=self.quantization).shard(self.mapping)
 
 
 class EngineLimits(Frozen):
-    """Limits that the engine was built for, with TensorRT-LLM's names. All but the batch size count tokens."""
+    """Limits that the engine was built for, as TensorRT-LLM names them.
+
+    All but the batch size count tokens.
+    """
 
     max_batch_size: Size
     max_seq_len: Annotated[Size, Field(ge=2)]
@@ -94,16 +97,16 @@ class StepTables(Frozen):
 
 
 class EngineManifest(Frozen):
-    """All of config.json. `files` names every other file but provenance.json, which holds the hash of this one."""
+    """All of config.json. `files` names every other file except provenance.json, which hashes this one."""
 
     version: Literal[3]  # ENGINE_VERSION
     backend: Backend
     pretrained_config: PretrainedConfig
     build_config: EngineLimits
     step: StepTables
-    tensorrt: TensorRTRecord | None = None  # of the plans, for backend tensorrt
+    tensorrt: TensorRTRecord | None = None  # record of the plans, for backend tensorrt
     tensorrt_llm: TensorRTLLMRecord | None = None  # for backend tensorrt_llm
-    chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)  # of every conversation, if not its own
+    chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)  # for conversations without their own
     files: dict[Annotated[str, AfterValidator(_inside)], EngineFile]
 
     @model_validator(mode="after")
@@ -119,7 +122,7 @@ class EngineManifest(Frozen):
             if (record is not None) != (self.backend == name):
                 raise ValueError(f"a '{name}' record for backend {name}, and for no other")
         if self.tensorrt is not None and self.tensorrt.page_windows not in ((), self._windows):
-            raise ValueError(f"page_windows {list(self._windows)} in 'tensorrt', those of the models, or none")
+            raise ValueError(f"page_windows {list(self._windows)} in 'tensorrt', as in the models, or none")
         if self.pretrained_config.mapping.rank != 0:
             raise ValueError("mapping.rank 0, since the directory holds all ranks")
         return self
@@ -136,14 +139,13 @@ class EngineManifest(Frozen):
 
     @property
     def required_files(self) -> tuple[str, ...]:
-        """Names that `files` must have: weights, plans, which hold them, and their plugin library, or checkpoints."""
+        """Names that `files` must have: weights; or plans, which hold them, and plugins; or checkpoints."""
         if self.tensorrt_llm is not None:
             return self.tensorrt_llm.required_files(has_drafter=self.draft is not None)
         ranks = range(self.pretrained_config.mapping.world_size)
         if self.tensorrt is None:
             return tuple(map(weights_name, ranks))
-        library = self.tensorrt.plugin_library
-        return (*map(plan_name, ranks), *([library] if library else []))
+        return (*map(plan_name, ranks), self.tensorrt.plugin_library)
 
     @property
     def target(self) -> TargetSpec:

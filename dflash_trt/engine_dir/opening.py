@@ -1,4 +1,4 @@
-"""Opening of an engine directory: checks version, files, sizes, hashes and tensor headers before anything is loaded."""
+"""Opens an engine directory: checks version, files, sizes, hashes and tensor headers before loading."""
 
 import hashlib
 import json
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
 from dflash_trt.core.hub_name import HubName, build_command
 from dflash_trt.core.json_object import parse_json_object, read_json_object
+from dflash_trt.core.kernel_archive import KernelArchive, kernels_architecture, kernels_name
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
     MANIFEST_NAME,
@@ -35,7 +36,7 @@ _MAX_LISTED_TENSORS = 8
 
 @dataclass(frozen=True)
 class EngineDir:
-    """A checked engine directory. Readers of its weights call `on_read` with the bytes read since the last call."""
+    """A checked engine directory. Weight readers call `on_read` with the bytes read since the last call."""
 
     path: Path
     manifest: EngineManifest
@@ -75,6 +76,12 @@ class EngineDir:
         return self.path / TOKENIZER_DIR if has_tokenizer else None
 
     @property
+    def kernel_architectures(self) -> tuple[str, ...]:
+        """GPU architectures that the engine ships compiled kernels for, as "sm_90a"."""
+        found = map(kernels_architecture, self.manifest.files)
+        return tuple(architecture for architecture in found if architecture is not None)
+
+    @property
     def file_names(self) -> tuple[str, ...]:
         """Names of all files of the engine."""
         return (MANIFEST_NAME, PROVENANCE_NAME, *self.manifest.files)
@@ -84,8 +91,30 @@ class EngineDir:
         assert self.manifest.backend == "torch" and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
 
+    def kernels(self, architecture: str) -> KernelArchive | None:
+        """The compiled kernels for "sm_90a" and the like; None if the engine ships none.
+
+        Raises:
+            EngineDirError: the file is not the one that was built; its SHA-256 is compared here.
+        """
+        name = kernels_name(architecture)
+        entry = self.manifest.files.get(name)
+        if entry is None:
+            return None
+        try:
+            content = (self.path / name).read_bytes()
+        except OSError as error:
+            raise EngineDirError.about(name, expected="a file", found=str(error.strerror)) from error
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != entry.sha256:
+            raise EngineDirError.about(name, expected=f"sha256 {entry.sha256}", found=sha256)
+        try:
+            return KernelArchive.from_bytes(content)
+        except ValueError as error:
+            raise EngineDirError(f"{name} is {error}.") from error
+
     def with_draft_window(self, window: int | None) -> Self:
-        """A copy whose drafter sees at most so many tokens of context; None: as it is."""
+        """A copy whose drafter sees at most `window` tokens of context; unchanged for None."""
         models = self.manifest.pretrained_config
         if window is None or models.draft is None:
             return self
@@ -175,7 +204,7 @@ def _check_step(path: Path, manifest: EngineManifest, hint: str) -> None:
     different = sorted(theirs ^ ours) or ["the same names with other dtypes or axes"]
     raise EngineDirError.about(
         f"{_heading(path)}: step tensors",
-        expected="those of this version of dflash-trt",
+        expected="the ones of this version of dflash-trt",
         found=f"a difference in {', '.join(different)}",
         hint=hint,
     )
@@ -206,6 +235,8 @@ def _listed_problems(path: Path, manifest: EngineManifest, hint: str, *, verify_
     library = manifest.tensorrt and manifest.tensorrt.plugin_library  # code that will run in this process
     for name, entry in manifest.files.items():
         yield from _link_problems(path, name)
+        if kernels_architecture(name) is not None and not verify_hashes:
+            continue  # `EngineDir.kernels` compares; without them the engine runs as well
         verifies_hash = verify_hashes or is_hashed(entry) or name == library
         yield from _one_file_problems(path / name, name, entry, hint, verifies_hash=verifies_hash)
     for extra in sorted((path / TOKENIZER_DIR).rglob("*")):
@@ -240,7 +271,7 @@ def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, v
 
 def _header_problems(path: Path, manifest: EngineManifest, hint: str) -> Iterator[str]:
     if manifest.backend != "torch":
-        return  # plans hold the weights, without headers; checkpoints are read by whoever loads them
+        return  # plans hold the weights, without headers; loaders of checkpoints read theirs
     expected = tensor_headers(manifest.pretrained_config)
     for rank in range(manifest.pretrained_config.mapping.world_size):
         name = weights_name(rank)
@@ -262,7 +293,7 @@ def _heading(path: Path) -> str:
 
 
 def _build_hint(path: Path) -> str:
-    """The command that makes the engine directory, or an engine of the model on the hub that the path may mean."""
+    """The command that makes the engine directory, or an engine of the hub model that the path may name."""
     command = f"dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
     if path.parent.exists() or HubName.parse(str(path)) is None:
         return f"Build one: {command}"

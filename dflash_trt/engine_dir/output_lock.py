@@ -1,4 +1,4 @@
-"""A lock file beside an output path, so that one build at a time writes to it.
+"""A lock file next to an output path, so that one build at a time writes to it.
 
 The lock is the kernel's (flock) and ends with its process, so files of a build that left no lock can be removed.
 """
@@ -36,12 +36,12 @@ def output_lock(output: Path) -> Iterator[None]:
 
 
 def sibling(output: Path, purpose: str) -> Path:
-    """A new hidden path beside the output; `purpose` is "tmp" or "old"."""
+    """A new hidden path next to the output; `purpose` is "tmp" or "old"."""
     return output.parent / f".{output.name}.{purpose}-{secrets.token_hex(4)}"
 
 
 def clear_leftovers(output: Path, *, warn: Callable[[str], None]) -> None:
-    """Remove files that killed builds left beside the output. The caller holds the lock.
+    """Remove files that killed builds left next to the output. The caller holds the lock.
 
     After a build that was killed between its two renames, the previous engine is restored.
     """
@@ -85,7 +85,7 @@ def _acquire(path: Path, output: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the previous build has just unlinked this file, so its lock excludes nobody
+        os.close(descriptor)  # the previous build has just unlinked this file, so its lock has no effect
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

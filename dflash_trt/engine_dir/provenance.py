@@ -33,7 +33,7 @@ class BuildRecord(Frozen):
     working_dir: str
     config: dict[str, Any]
     checkpoints: dict[str, str]
-    hub: dict[str, HubSource] = Field(default_factory=dict)  # of checkpoints from the Hugging Face hub, by role
+    hub: dict[str, HubSource] = Field(default_factory=dict)  # checkpoints from the Hugging Face hub, by role
     inputs: dict[str, EngineFile]
     versions: dict[str, str]
     notes: tuple[str, ...]

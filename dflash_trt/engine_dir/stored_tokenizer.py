@@ -1,7 +1,7 @@
-"""The tokenizer of an engine, read by the tokenizers library alone: a running engine never imports transformers.
+"""An engine's tokenizer, read by the tokenizers library: a running engine imports no transformers.
 
-A build stores what transformers makes of the checkpoint's files; this module reads the files and knows how transformers
-chooses a chat template. It knows no class of tokenizers.
+A build stores the tokenizer that transformers makes of the checkpoint's files; this module reads the files and knows
+how transformers chooses a chat template. It knows no class of tokenizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 CARD_NAME = "config.json"  # the target's own, for other programs; not read here
 TEMPLATE_NAME = "chat_template.jinja"  # else the template stands in tokenizer_config.json
 
-# Of transformers' PreTrainedTokenizerBase: variables of every chat template.
+# From transformers' PreTrainedTokenizerBase: variables of every chat template.
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

@@ -1,4 +1,4 @@
-"""Chat templates rendered in processes of their own, because a template may loop for ever or eat all memory."""
+"""Renders chat templates in separate processes: a template may loop forever or exhaust memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TemplateRenderer:
     def render(
         self, template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, max_bytes: int | None = None
     ) -> str:
-        """The text of a conversation up to where the assistant answers, at most `max_bytes` long where that is given.
+        """The text of a conversation up to where the assistant answers, limited to `max_bytes` if given.
 
         Raises:
             TemplateError: the template refuses the conversation, or breaks a limit.
@@ -75,7 +75,7 @@ def _request(template: str, messages: Sequence[Any], variables: Mapping[str, Any
 
 
 def max_conversation_bytes(max_text_bytes: int | None) -> int | None:
-    """As JSON, for a text of so many bytes; None: any number."""
+    """Limit of a conversation's JSON for texts of `max_text_bytes`; None means no limit."""
     return None if max_text_bytes is None else max(_MIB, _MAX_BYTES_PER_TEXT_BYTE * max_text_bytes)
 
 

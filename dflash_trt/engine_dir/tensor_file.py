@@ -60,7 +60,7 @@ def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
 
 
 def tensor_offsets(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
-    """Where the bytes of each tensor begin in the file that `write_tensor_file` writes."""
+    """Offset of each tensor's bytes in the file that `write_tensor_file` writes."""
     offsets, offset = {}, len(tensor_file_header(headers))
     for name, header in headers.items():
         offsets[name] = offset

@@ -23,13 +23,13 @@ _CANCELLATION_CHECK_PERIOD_MS = 100
 
 
 class TensorRTLLMRecord(Frozen):
-    """`llm_args` are keyword arguments of tensorrt_llm.LLM, as llm_args.yaml has them; `versions` of it know them."""
+    """`llm_args` are keyword arguments of tensorrt_llm.LLM, as in llm_args.yaml, for its `versions`."""
 
     versions: str = TENSORRT_LLM_VERSIONS
     llm_args: dict[str, JsonValue] = Field(min_length=1)
 
     def required_files(self, *, has_drafter: bool) -> tuple[str, ...]:
-        """Files that a directory must have, beside the tensors."""
+        """Files that a directory must have, besides the tensors."""
         configs = [f"{directory}/config.json" for directory in (TARGET_DIR, *([DRAFTER_DIR] if has_drafter else []))]
         return (*configs, LLM_ARGS_NAME, TRITON_MODEL_NAME)
 

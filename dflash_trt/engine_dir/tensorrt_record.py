@@ -1,8 +1,8 @@
 """The record of the plans in config.json: enough to refuse a wrong machine before loading a plan."""
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dflash_trt.core.frozen import Frozen
 
@@ -25,20 +25,13 @@ class TensorRTRecord(Frozen):
     tensorrt_version: str
     gpu_name: str
     compute_capability: str
-    plugins: Literal["plugin", "layers"]
-    collectives: Literal["native", "plugin"] = "native"  # of several ranks
-    page_windows: tuple[Annotated[int, Field(ge=1)], ...] = ()  # of the page groups behind the first
-    plugin_library: Literal["libdflash_trt_plugins.so"] | None = None  # PLUGIN_LIBRARY_NAME
+    collectives: Literal["native", "plugin"] = "native"  # for several ranks
+    page_windows: tuple[Annotated[int, Field(ge=1)], ...] = ()  # windows of the page groups after the first
+    plugin_library: Literal["libdflash_trt_plugins.so"]  # PLUGIN_LIBRARY_NAME
     flags: tuple[str, ...]
     profiles: tuple[ProfileRecord, ...]
     num_layers: Annotated[int, Field(ge=1)]
     build_time_s: Annotated[float, Field(ge=0)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.plugin_library is not None) != (self.plugins == "plugin"):
-            raise ValueError('a plugin_library for plugins "plugin", and for no others')
-        return self
 
 
 def plan_name(rank: int) -> str:

@@ -1,7 +1,7 @@
-"""The tokenizer of an engine at build: what transformers makes of a checkpoint's files, stored for `tokenizers`.
+"""The tokenizer of an engine at build: transformers' result for a checkpoint, stored for `tokenizers`.
 
-Classes of transformers change what tokenizer.json says (special tokens of tokenizer_config.json, regular expressions,
-BOS and EOS). The stored file has it all, and is proven to give the same token ids. Imports transformers when called.
+Classes of transformers change tokenizer.json (special tokens of tokenizer_config.json, regular expressions, BOS and
+EOS). The stored file has it all, and is proven to give the same token ids. Imports transformers when called.
 """
 
 import json
@@ -76,7 +76,7 @@ def resolve_tokenizer(files: Sequence[Path], *, vocab_size: int, problems: list[
         with TemporaryDirectory(prefix="dflash-trt-tokenizer-") as name:
             source, stored = Path(name) / "source", Path(name) / "stored"
             source.mkdir()
-            for path in files:  # those files and no others: a config.json beside them would choose another class
+            for path in files:  # only these files: a config.json next to them would choose another class
                 (source / path.name).symlink_to(path.resolve())
             failures = _prove(source, stored, vocab_size)
             if not failures:

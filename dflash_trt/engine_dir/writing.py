@@ -18,6 +18,7 @@ from typing import Any
 from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.config import Backend
 from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.kernel_archive import Architecture, kernels_name
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
     MANIFEST_NAME,
@@ -72,7 +73,7 @@ def reserve_output(
 def write_engine_dir(output: ReservedOutput, *, needed_bytes: int) -> Iterator["EngineDirWriter"]:
     """Give a writer whose files become `output` when the block ends; it must call `finish`.
 
-    Any exception inside, Ctrl-C included, leaves `output` as it was and nothing beside it. `needed_bytes` is the total
+    Any exception inside, Ctrl-C included, leaves `output` unchanged and no file next to it. `needed_bytes` is the total
     size of the files, compared with the free space first.
 
     Raises:
@@ -114,6 +115,10 @@ class EngineDirWriter:
     def add_file(self, name: str, content: bytes) -> None:
         with self._new_file(name) as sink:
             sink.write(content)
+
+    def add_kernels(self, architecture: Architecture, compile_for: Callable[[Path], bytes]) -> None:
+        """Write the archive that `compile_for` makes in this directory, when all weights are in it."""
+        self.add_file(kernels_name(architecture), compile_for(self._path))
 
     def add_tensors(
         self, name: str, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, memoryview]]
@@ -281,8 +286,9 @@ def needed_bytes_for(
     has_plans: bool = False,
     plugin_library: Path | None = None,
 ) -> int:
-    """Bytes of the engine directory while it is written. A plan is about as large as the weights it is made of, which
-    stand beside it for one rank at a time.
+    """Bytes of the engine directory while it is written.
+
+    A plan is about as large as the weights it is made from, which are there in addition for one rank at a time.
     """
     num_files = config.mapping.world_size + has_plans
     library_bytes = 0 if plugin_library is None else plugin_library.stat().st_size

@@ -1,4 +1,4 @@
-"""An executor without a device: it packs plans and gives made-up results, to measure what the host costs."""
+"""An executor without a device, to measure host cost: it packs plans and returns made-up results."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class IdleStep:
 
 
 class MadeUpResults:
-    """Results of steps that nobody computed: each draft is accepted with probability `acceptance`.
+    """Made-up results of steps: each draft is accepted with probability `acceptance`.
 
     Plans come in the order in which they are submitted.
     """
@@ -56,8 +56,8 @@ class MadeUpResults:
 class IdleExecutor:
     """Implements StepExecutor. Tokens are zeros, and each draft is accepted with probability `acceptance`.
 
-    Of the calling thread's CPU time, `own_s` was spent on making results up, which no device would cost the host.
-    `between_s` has the times from the moment that a result is there to the end of the next submission.
+    `own_s` is the calling thread's CPU time for making results, which no device would cost the host. `between_s` has
+    the times from each available result to the end of the next submission.
     """
 
     has_queue = True

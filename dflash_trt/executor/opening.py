@@ -10,6 +10,7 @@ from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
 from dflash_trt.backends.page_budget import PagePlan as PagePlan
 from dflash_trt.backends.page_budget import plan_engine_pages
+from dflash_trt.core.draft_lengths import usual_draft_lengths
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
 
@@ -39,7 +40,7 @@ def open_executor(
     problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
     if problems:  # the subject may query the device's name
         raise_all(EngineDirError, backend.subject, problems)
-    if config.kv_cache_bytes is not None:  # what is free is known once the weights are loaded
+    if config.kv_cache_bytes is not None:  # else free memory is known only after loading weights
         plan_engine_pages(engine.manifest, config, has_groups=engine.manifest.has_page_groups)
     if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
@@ -94,8 +95,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
     }
-    if config.use_drafter and config.draft_length is None:
-        resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
+    if config.use_drafter:
+        most = max_draft_len(engine)
+        usual = {1: most}
+        if most and not config.adaptive_draft_length:
+            limits = engine.manifest.build_config
+            usual = usual_draft_lengths(most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda")
+        resolved["draft_length"] = config.draft_length or usual
     return config.model_copy(update=resolved)
 
 
@@ -115,25 +121,19 @@ def _check_determinism(engine: EngineDir, device: str) -> None:
 def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
     """Raises SettingError: settings of a drafter for an engine without one, or more drafts than it makes."""
     if engine.manifest.draft is None:
-        for name in (
-            "adaptive_draft_length",
-            "draft_length",
-            "draft_length_by_context",
-            "draft_window",
-            "num_draft_tokens",
-        ):
-            if getattr(config, name):
-                hint = "Leave the setting out, or build the engine with a drafter."
-                raise SettingError(name, expected="an engine with a drafter", found="one without", hint=hint)
-    lengths = [("num_draft_tokens", config.num_draft_tokens)]
-    for name in ("draft_length", "draft_length_by_context"):
-        lengths += [(name, length) for length in (getattr(config, name) or {}).values()]
-    for name, length in lengths:
-        checked_draft_length(length, max_draft_len(engine), name=name)
+        asked = {
+            "adaptive_draft_length": config.adaptive_draft_length,
+            "draft_length": config.max_draft_tokens,
+            "draft_window": config.draft_window,
+        }
+        for name in (name for name, value in asked.items() if value):
+            hint = "Leave the setting out, or build the engine with a drafter."
+            raise SettingError(name, expected="an engine with a drafter", found="one without", hint=hint)
+    check_draft_length(config.max_draft_tokens, engine)
 
 
 def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, backend: str) -> None:
-    """Raises SettingError: snapshots for a target without recurrent state, or of a back end that does not copy it."""
+    """Raise SettingError for snapshots if the target has no recurrent state, or the back end copies none."""
     if not config.num_state_snapshots:
         return
     if not is_recurrent:
@@ -151,26 +151,27 @@ def max_draft_len(engine: EngineDir) -> int:
     return engine.manifest.build_config.max_draft_len
 
 
-def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int, *, name: str = "num_draft_tokens") -> int:
-    """Return K, by default the engine's max_draft_len.
+def with_one_draft_length(config: RuntimeConfig, engine: EngineDir) -> RuntimeConfig:
+    """For comparisons of acceptance: K as it is named, else the engine's maximum whatever the number of requests."""
+    is_chosen = config.draft_length is not None or config.adaptive_draft_length or not config.use_drafter
+    return config if is_chosen else config.replaced(draft_length=max_draft_len(engine))
 
-    Raises:
-        SettingError: the engine cannot draft that many.
-    """
-    if num_draft_tokens is not None and num_draft_tokens > max_draft_len:
+
+def check_draft_length(length: int, engine: EngineDir, *, name: str = "draft_length") -> None:
+    """Raises SettingError: the engine cannot draft that many."""
+    most = max_draft_len(engine)
+    if length > most:
         raise SettingError(
             name,
-            expected=f"0 to {max_draft_len}, this engine's max_draft_len",
-            found=str(num_draft_tokens),
+            expected=f"0 to {most}, this engine's max_draft_len",
+            found=str(length),
             hint="For more, build the engine with a larger max_draft_len.",
         )
-    return max_draft_len if num_draft_tokens is None else num_draft_tokens
 
 
 def _check_plugin_library(engine: EngineDir, plugin_library: str | None) -> None:
-    record = engine.manifest.tensorrt
-    if plugin_library is not None and (record is None or record.plugin_library is None):
-        found = f"one of backend {engine.manifest.backend}" + (" with plain layers" if record else "")
+    if plugin_library is not None and engine.manifest.tensorrt is None:
+        found = f"one of backend {engine.manifest.backend}"
         hint = "Leave plugin_library out."
         raise SettingError("plugin_library", expected="an engine with TensorRT plugins", found=found, hint=hint)
 

@@ -1,4 +1,4 @@
-"""A queue in front of an executor that runs steps at once: a thread runs them in order, as a GPU's stream would."""
+"""A queue for an executor that runs steps at once: a thread runs them in order, like a GPU's stream."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,7 +20,7 @@ class QueuedStep:
 
 
 class StepStream:
-    """Implements StepExecutor. Steps behind one that failed are skipped until `resume`."""
+    """Implements StepExecutor. Steps after a failed one are skipped until `resume`."""
 
     has_queue = True
 

@@ -1,4 +1,4 @@
-"""Threads of a rank: the number that PyTorch computes with, and the one in which an executor is opened."""
+"""Threads of a rank: PyTorch's number of threads, and the thread that opens an executor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_trt.core.omp_waiting import is_waiting_chosen
 
 _Result = TypeVar("_Result")
 
-_PARALLEL_ELEMENTS = 2**20  # PyTorch computes so many in parallel
+_PARALLEL_ELEMENTS = 2**20  # PyTorch computes at least this many in parallel
 
 _has_idle_team = False
 
@@ -25,11 +25,10 @@ def default_num_threads(num_ranks: int = 1) -> int:
 
 
 def keep_waits_short(num_threads: int | None) -> None:
-    """Let OpenMP's threads sleep soon between two regions where PyTorch was imported before anyone chose so.
+    """Let OpenMP threads sleep soon between regions if PyTorch was imported before that was configured.
 
-    GNU's runtime then spins for 300,000 rounds, but for 100 once it has more threads than there are cores
-    (GOMP_SPINCOUNT in its manual). So an idle thread keeps a team, of as many threads as PyTorch computes with, while
-    the process lives.
+    GNU's runtime spins for 300,000 rounds, but for 100 once it has more threads than there are cores (GOMP_SPINCOUNT in
+    its manual). So an idle thread keeps a team, of as many threads as PyTorch computes with, while the process lives.
     """
     global _has_idle_team  # a property of the process, as the runtime's threads are
     if num_threads == 1 or is_waiting_chosen() or _has_idle_team:
@@ -61,5 +60,7 @@ def run_in_thread(function: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001 - raised in the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name="dflash-opening", daemon=True).start()
+    thread = threading.Thread(target=run, name="dflash-opening", daemon=True)
+    thread.start()
+    thread.join()
     return future.result()

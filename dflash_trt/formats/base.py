@@ -57,7 +57,7 @@ class QuantizedWeight(Generic[T]):
 
     segments: tuple[int, ...]  # rows per stacked linear
     weight_scale: T | None = None  # float32 [..., segments], or [..., out] where it is not `per_segment`
-    input_scale: T | None = None  # float32 [..., segments]; None: activations stay as they are (weight-only)
+    input_scale: T | None = None  # float32 [..., segments]; None means unquantized activations (weight-only)
 
     def tensors(self) -> dict[str, T]:
         """Tensors by field name, codes first and the scales that all formats have last."""
@@ -94,12 +94,12 @@ def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_row
 
 
 class WeightFormat(ABC):
-    """One format: its layout, arithmetic and required hardware; `checkpoint/producers` knows how files store it."""
+    """One format: layout, arithmetic and hardware; `checkpoint/producers` knows how files store it."""
 
     name: ClassVar[str]
     weight_type: ClassVar[type[QuantizedWeight[Any]]]
     first_capability: ClassVar[tuple[int, int] | None] = (
-        None  # CUDA compute capability of the first GPUs with it; None: any
+        None  # CUDA compute capability of the first GPUs with it; None means any
     )
     instead: ClassVar[str] = ""  # hint for an older GPU
     has_input_scale: ClassVar[bool] = False  # activations are quantized too, with static scales from calibration
@@ -119,7 +119,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        """W [..., out, in] without `weight_scale`, rounded at most once; exact where block scales have few bits."""
+        """W [..., out, in] without `weight_scale`, rounded at most once; exact if block scales have few bits."""
 
     @abstractmethod
     def quantize_matrix(

@@ -1,12 +1,14 @@
-"""FP8: E4M3 "fn" (no infinity, largest 448, smallest subnormal 2**-9; to nearest even, saturating); W8A8 or W8A16.
+"""FP8: E4M3 "fn" (no infinity, largest 448, smallest subnormal 2**-9); W8A8 or W8A16.
+
+Rounds to nearest even, saturating.
 
 `fp8`, W8A8, per tensor:
 
     W_s = codes * weight_scale[s]
     x_s = e4m3(clamp(x / input_scale[s], -448, 448)) * input_scale[s]          static, per tensor
 
-`weight_scale` is amax / 448, likewise `input_scale`. The codes are those that ModelOpt 0.47's exporter writes, bit for
-bit, when given the same ranges: the division is in the weight's own dtype, so bfloat16 weights round twice.
+`weight_scale` is amax / 448, likewise `input_scale`. The codes equal ModelOpt 0.47's exports, bit for bit,
+when given the same ranges: the division is in the weight's own dtype, so bfloat16 weights round twice.
 
 `fp8_w8a16`, weight-only, per channel: W[n, k] = codes[n, k] * weight_scale[n], a row's weight_scale being amax / 448.
 It also holds weights per tensor that come without a scale for their activations: a row's scale is then the tensor's.
@@ -46,7 +48,7 @@ class Fp8(WeightFormat):
     first_capability = (8, 9)  # Ada and Hopper
     instead = "Use `none`, or `nvfp4_w4a16`, whose weights are dequantized before the GEMM."
     has_input_scale = True
-    modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # of its FP8_DEFAULT_CFG
+    modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # ModelOpt's FP8_DEFAULT_CFG
 
     def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         scales = TensorLayout("float32", (*shape[:-2], len(segments)))

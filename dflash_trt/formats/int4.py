@@ -3,8 +3,8 @@
     nibble = integer + 8; byte j of a row holds column 2j in bits 0-3 and column 2j + 1 in bits 4-7
     W[n, k] = (nibble[n, k] - 8) * block_scale[n, k // 32]         block_scale in bfloat16, as published
 
-The bytes are those of compressed-tensors' little-endian int32 words, and the codes those that its compressor writes,
-bit for bit, from bfloat16 weights: the scale is amax / 7.5 of a block, rounded to bfloat16, and both divisions are in
+The bytes equal compressed-tensors' little-endian int32 words, and the codes equal its compressor's, bit for bit, from
+bfloat16 weights: the scale is amax / 7.5 of a block, rounded to bfloat16, and both divisions are in
 the weight's own dtype. Integers round to nearest, ties to even. Kimi's checkpoints have these weights.
 """
 

@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 values in blocks of 32 along `in`, each with an E8M0 scale, as in gpt-oss; activations stay as they are.
+"""MXFP4: E2M1 values in blocks of 32 along `in`, each with an E8M0 scale, as in gpt-oss; weight-only.
 
     code c = sign << 3 | magnitude index; byte j of a row holds column 2j in bits 0-3 and column 2j + 1 in bits 4-7
     W[n, k] = e2m1(code[n, k]) * 2 ** (block_scale[n, k // 32] - 127)

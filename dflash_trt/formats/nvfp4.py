@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 values 0 .5 1 1.5 2 3 4 6 and their negatives, in blocks of 16 along `in`; W4A4, or W4A16 weight-only.
+"""NVFP4: E2M1 values (0 .5 1 1.5 2 3 4 6, signed) in blocks of 16 along `in`; W4A4, or W4A16.
 
     code c = sign << 3 | magnitude index; byte j of a row holds column 2j in bits 0-3 and column 2j + 1 in bits 4-7
     W_s[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * weight_scale[s]   block_scale in E4M3, never negative
@@ -8,7 +8,7 @@
 
 `weight_scale` is amax / (6 * 448) (ModelOpt's `weight_scale_2`), likewise `input_scale`. E2M1 rounds to nearest, ties
 to the even code (0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4) and saturates at 6. The codes
-are those that ModelOpt 0.47's exporter writes, bit for bit, when given the same ranges; it divides in float32.
+equal ModelOpt 0.47's exports, bit for bit, when given the same ranges; it divides in float32.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class Nvfp4(Nvfp4WeightOnly):
     first_capability = (10, 0)  # Blackwell
     instead = "Use `fp8` for speed, or `nvfp4_w4a16` for 4-bit weights with unquantized activations."
     has_input_scale = True
-    modelopt_activation: ClassVar = {  # of its NVFP4_DEFAULT_CFG
+    modelopt_activation: ClassVar = {  # ModelOpt's NVFP4_DEFAULT_CFG
         "num_bits": (2, 1),
         "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},
     }

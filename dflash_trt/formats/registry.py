@@ -54,7 +54,7 @@ def dequantize(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out,
 
 
 def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[str, TensorLayout]:
-    """Layout of one linear layer's tensors, by canonical name, in the order of the file; `table` may be a rank's."""
+    """Layout of one linear layer's tensors by canonical name, in file order; `table` may be a rank's."""
     spec = table[name]
     layout = weight_format(format_name).layout(spec.shape, segments_of(spec))
     return {tensor_name(name, field_name): tensor for field_name, tensor in layout.items()}
@@ -77,7 +77,7 @@ def field_spec(spec: WeightSpec, known: WeightFormat, field_name: str, shape: tu
 def split_quantized(
     tensors: Mapping[str, T], table: WeightTable, linears: Mapping[str, str]
 ) -> tuple[dict[str, T], dict[str, QuantizedWeight[T]]]:
-    """Split a rank's tensors into unquantized ones and quantized weights; `table` is that of the rank."""
+    """Split a rank's tensors into unquantized ones and quantized weights; `table` is the rank's."""
     plain = dict(tensors)
     quantized: dict[str, QuantizedWeight[T]] = {}
     for name, format_name in linears.items():

@@ -1,1 +1,1 @@
-"""GPU kernels in the Triton language. They know tensors and step layouts; models and engines are unknown here."""
+"""GPU kernels in the Triton language. They know tensors and step layouts, but no models or engines."""

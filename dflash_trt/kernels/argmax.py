@@ -1,9 +1,9 @@
 """Draft tokens straight from low-precision logits: no fp32 copy, and one (value, index) pair per tile.
 
 Rows of requests with a temperature get the noise that will sample the target at their position (`philox.py`), or are
-drawn apart from it, of the likeliest tokens of the row (`choices.py`); greedy rows do not pay for it. Ties go to the
-smallest index, however the vocabulary is cut. NaN is below every number, and the token is in the vocabulary whatever
-the logits are: drafts made of NaN are only rejected. `reference_sampling.py` has the definition.
+sampled from the row's top-k tokens for rejection sampling (`draft_topk.py`); greedy rows do not pay for it. Ties go to
+the smallest index, however the vocabulary is cut. NaN is below every number, and the token is in the vocabulary
+whatever the logits are: drafts made of NaN are only rejected. `reference_sampling.py` has the definition.
 """
 
 # mypy: ignore-errors
@@ -12,11 +12,8 @@ the logits are: drafts made of NaN are only rejected. `reference_sampling.py` ha
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.choices import best_of_pieces, draw_of, likeliest_tokens
+from dflash_trt.kernels.draft_topk import best_of_pieces, draw_of, topk_tokens
 from dflash_trt.kernels.philox import DRAFTS, TOKENS, noise_of_range, noise_of_tokens
-
-TILE = 4096  # logits per program
-PIECES = 32  # of a tile
 
 _NO_INDEX = tl.constexpr(0x7FFFFFFF)
 
@@ -29,9 +26,9 @@ def tile_argmax_kernel(
     draft_stream,  # int32 [R]
     next_context_lens,  # int32 [R], position of the bonus token, the block's slot 0
     draft_to_target,  # int64 [vocab_size], the target's ids of a draft vocabulary, whose noise it is
-    tile_max,  # float32 [rows, tiles], rows that are not drawn apart
+    tile_max,  # float32 [rows, tiles], rows without rejection sampling
     tile_argmax,  # int32 [rows, tiles], the same
-    piece_best,  # int64 [rows, tiles * PIECES], rows that are drawn apart
+    piece_best,  # int64 [rows, tiles * PIECES], rows with rejection sampling
     vocab_size,
     num_slots,  # rows of a request, K
     HAS_MAP: tl.constexpr,
@@ -63,7 +60,7 @@ def tile_argmax_kernel(
         tl.store(tile_argmax + at, index)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tiles", "num_choices"])
+@triton.jit(do_not_specialize=["num_slots", "num_tiles", "draft_topk"])
 def combine_argmax_kernel(
     logits,  # F [rows, vocab_size]
     temperature,  # float32 [R]
@@ -75,41 +72,41 @@ def combine_argmax_kernel(
     tile_argmax,  # int32 [rows, tiles]
     piece_best,  # int64 [rows, tiles * PIECES]
     token_ids,  # out, int32 [rows], of the target
-    draft_choices,  # out, int32 [rows, num_choices], of the target
-    draft_chances,  # out, float32 [rows, num_choices]; 0 in rows that are not drawn apart, as their choices
+    next_draft_topk_ids,  # out, int32 [rows, draft_topk], of the target
+    next_draft_topk_probs,  # out, float32 [rows, draft_topk]; 0 in rows without rejection sampling, as their ids
     vocab_size,
     num_slots,
     num_tiles,
-    num_choices,
+    draft_topk,
     HAS_MAP: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # power of two >= num_tiles
     PIECES: tl.constexpr,
-    NUM_CHOICES: tl.constexpr,  # power of two >= num_choices
+    DRAFT_TOPK: tl.constexpr,  # power of two >= draft_topk
 ):
     row = tl.program_id(0)
     request = row // num_slots
     degree = tl.load(temperature + request)
-    places = tl.arange(0, NUM_CHOICES)
-    is_choice = places < num_choices
-    chosen = tl.zeros([NUM_CHOICES], tl.int32)
-    chances = tl.zeros([NUM_CHOICES], tl.float32)
+    places = tl.arange(0, DRAFT_TOPK)
+    is_topk = places < draft_topk
+    chosen = tl.zeros([DRAFT_TOPK], tl.int32)
+    draft_topk_probs = tl.zeros([DRAFT_TOPK], tl.float32)
     if (degree > 0) & (tl.load(draft_stream + request) == DRAFTS):
         num_pieces = num_tiles * PIECES
-        scores, chosen = likeliest_tokens(
+        scores, chosen = topk_tokens(
             logits + row.to(tl.int64) * vocab_size,
             piece_best + row.to(tl.int64) * num_pieces,
             vocab_size,
             num_pieces,
-            num_choices,
+            draft_topk,
             TILES * PIECES,
             TILE // PIECES,
-            NUM_CHOICES,
+            DRAFT_TOPK,
         )
         if HAS_MAP:
-            chosen = tl.load(draft_to_target + chosen, mask=is_choice, other=0).to(tl.int32)
+            chosen = tl.load(draft_to_target + chosen, mask=is_topk, other=0).to(tl.int32)
         position = tl.load(next_context_lens + request) + 1 + row % num_slots
-        token, chances = draw_of(scores, chosen, is_choice, degree, tl.load(seed + request), position)
+        token, draft_topk_probs = draw_of(scores, chosen, is_topk, degree, tl.load(seed + request), position)
     else:
         tiles = tl.arange(0, TILES)
         maxima = tl.load(tile_max + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
@@ -119,5 +116,5 @@ def combine_argmax_kernel(
         if HAS_MAP:
             token = tl.load(draft_to_target + token).to(tl.int32)
     tl.store(token_ids + row, token)
-    tl.store(draft_choices + row * num_choices + places, chosen, mask=is_choice)
-    tl.store(draft_chances + row * num_choices + places, chances, mask=is_choice)
+    tl.store(next_draft_topk_ids + row * draft_topk + places, chosen, mask=is_topk)
+    tl.store(next_draft_topk_probs + row * draft_topk + places, draft_topk_probs, mask=is_topk)

@@ -41,7 +41,7 @@ def block_start(block, begin, num_left, right_begin, KEY_BLOCK: tl.constexpr, IS
 def absorb_stored(
     queries,
     pages,
-    page_rows,  # of this request in the page table
+    page_rows,  # this request's row of the page table
     begin,  # num_left key blocks start here, the others at right_begin
     num_left,
     right_begin,
@@ -73,7 +73,7 @@ def absorb_stored(
     in_run = tl.arange(0, PAGE_RUN)[None, :]
     runs = tl.arange(0, num_runs) * PAGE_RUN
     row_size = kv_heads * HEAD_DIM
-    alignment: tl.constexpr = HEAD_DIM & -HEAD_DIM  # of a row: its largest power of 2
+    alignment: tl.constexpr = HEAD_DIM & -HEAD_DIM  # largest power of 2 that divides a row
     page_size = 1 << page_shift
     # Inside a page 32 bits are enough.
     pages += kv_head * HEAD_DIM
@@ -112,7 +112,7 @@ def absorb_stored(
 @triton.jit
 def absorb_own_block(
     queries,
-    k_rows,  # of this request's block and K/V head
+    k_rows,  # rows of this request's block and K/V head
     v_rows,
     k_stride,
     v_stride,
@@ -182,7 +182,7 @@ def attention_kernel(
     page_table,  # int32 [R, pages_per_request]
     sinks,  # float32 [heads]; read only with has_sinks
     score_scale,  # D ** -0.5
-    k_scale,  # of FP8 pages; 1 otherwise
+    k_scale,  # for FP8 pages; 1 otherwise
     v_scale,
     softcap,  # read only with HAS_SOFTCAP
     num_requests,
@@ -192,7 +192,7 @@ def attention_kernel(
     pages_per_request,
     kv_heads,
     heads_per_kv,
-    heads_reciprocal,  # of heads_per_kv, see `query_row`
+    heads_reciprocal,  # reciprocal of heads_per_kv, see `query_row`
     page_shift,  # page_size == 1 << page_shift
     state_index,  # in state_pools
     max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
@@ -212,10 +212,10 @@ def attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_FULL_LOOP: tl.constexpr,
     FIRST_KEY: tl.constexpr,  # positions before it are hidden
-    CHUNK: tl.constexpr,  # of positions: keys before the query's chunk are hidden; 0: none
+    CHUNK: tl.constexpr,  # positions in a chunk: keys before the query's chunk are hidden; 0 for none
     POOLED: tl.constexpr,
     PLANNED: tl.constexpr,
-    PARTS: tl.constexpr,  # of V, and of what is attended: a program takes one, and all of K
+    PARTS: tl.constexpr,  # parts of V and of the result: a program computes one, and reads all of K
 ):
     """Grid: (kv_heads * PARTS, tile_capacity + work_slots)."""
     kv_head = tl.program_id(0) // PARTS

@@ -1,7 +1,7 @@
-"""Attention in which the bits of a row depend on its own position and keys alone: the sizes that it needs.
+"""Attention in which a row's bits depend only on its own position and keys: the sizes it needs.
 
-Splits have a fixed length, so that a tile has partial results for all of its keys. Steps with more rows than memory
-for those run in pieces, as if the prompts came in smaller chunks, which changes no bit.
+Splits have a fixed length, so that a tile has partial results for all its keys. Steps with more rows than memory for
+those run in pieces, as if the prompts came in smaller chunks, which changes no bit.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from dflash_trt.kernels.attention_launch import workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits
 from dflash_trt.kernels.attention_tiles import fixed_tiles
 
-NUM_SPLITS: Final = 8  # of the longest context; a multiple of them fills a GPU even with one request
+NUM_SPLITS: Final = 8  # for the longest context; a multiple of them fills a GPU even with one request
 MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
 MIN_PIECE_ROWS: Final = 512  # enough work for a GPU in each launch
 # Tiles of a launch, each with an item for itself and for all of its splits: a grid has at most 65,535 programs along y.
@@ -39,11 +39,11 @@ class FixedSplits:
     split_length: int  # keys
     piece_rows: int
     num_requests: int
-    num_keys: int  # of a request
+    num_keys: int  # per request
 
     @classmethod
     def of(cls, *, max_requests: int, max_rows: int, max_keys: int) -> "FixedSplits":
-        """`max_rows` is that of verify blocks, which are one piece unless there are too many for a launch."""
+        """`max_rows` counts verify blocks, which are one piece unless there are too many for a launch."""
         length = max(MIN_SPLIT_LENGTH, -(-max_keys // NUM_SPLITS))
         return cls(
             split_length=-(-length // _GRAIN) * _GRAIN,
@@ -75,7 +75,7 @@ class FixedSplits:
 
 
 def _between(requests: RequestTensors, first: int, last: int) -> RequestTensors:
-    """The requests of a step as if it had the rows first to last - 1 alone, and those before were stored already."""
+    """The step's requests with only the rows first to last - 1, as if earlier ones were stored already."""
     offsets = requests.token_offsets
     return RequestTensors(
         token_offsets=offsets.clamp(first, last) - first,

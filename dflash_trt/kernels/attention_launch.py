@@ -37,6 +37,8 @@ from dflash_trt.kernels.launch_rules import (
     NO_CHUNK,
     WIDE_HEAD_DIM,
     heads_reciprocal,
+    is_verify_step,
+    most_verify_rows,
     num_partials,
     num_stats,
     work_slots,
@@ -97,7 +99,7 @@ def allocate_workspace(*, kv_heads: int, head_dim: int, device: torch.device) ->
 
 
 def _num_slots(*, kv_heads: int, tile: int, head_dim: int, device: torch.device) -> int:
-    """One wave of the GPU: the parts of a tile run beside each other."""
+    """One wave of the GPU: the parts of a tile run in parallel."""
     num_programs = kv_heads * num_parts(tile=tile, head_dim=head_dim)
     return work_slots(kv_heads=num_programs, num_multiprocessors=num_multiprocessors(device))
 
@@ -110,7 +112,7 @@ def attend_pages(
     *,
     workspace: Tensor,  # see `allocate_workspace`
     num_verify_rows: int,  # K + 1: what most requests have; the others are prefill chunks
-    plans: AttentionPlans | None = None,  # of the step; None: this call's own
+    plans: AttentionPlans | None = None,  # the step's plans; None makes plans for this call
     attended: Tensor | None = None,  # out, F [T, heads, D]
     codes: RowCodes | None = None,  # out, FP8; `attended` is then left unfinished
 ) -> Tensor:
@@ -131,10 +133,9 @@ def attend_pages(
     )
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
-    if len(q) <= num_requests * num_verify_rows or options.split_length is not None:
-        # The most rows that one request can have: then its keys are read once, whoever else is in the step.
-        most_rows = max(1, min(num_verify_rows, len(q) - num_requests + 1))
-        launch.run(query_rows=most_rows, block=None)
+    sizes = {"num_rows": len(q), "num_requests": num_requests, "num_verify_rows": num_verify_rows}
+    if is_verify_step(**sizes) or options.split_length is not None:
+        launch.run(query_rows=most_verify_rows(**sizes), block=None)
     else:
         if num_requests > 1:
             launch.run(query_rows=num_verify_rows, block=None, max_rows=num_verify_rows)
@@ -154,7 +155,7 @@ def attend_draft(
     attended: Tensor | None = None,
     codes: RowCodes | None = None,  # as in `attend_pages`
 ) -> Tensor:
-    """Attention of the draft blocks over their requests' stored context and over themselves, F [R * S, heads, D]."""
+    """Attention of draft blocks over their requests' stored context and themselves, F [R * S, heads, D]."""
     num_requests = len(requests.context_lens)
     check(options.chunk is None, "chunk", expected="None", found=options.chunk, hint="Draft blocks have no chunks.")
     check(

@@ -11,12 +11,12 @@ from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW, max_lag, max_le
 class AttentionOptions:
     """Options of one layer's attention.
 
-    `window`, `chunk`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None:
-    D ** -0.5. `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's
-    denominator that have no value. The other scales are those of FP8 pages.
+    `window`, `chunk`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` defaults
+    to D ** -0.5. `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's
+    denominator that have no value. The other scales are for FP8 pages.
 
-    `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
-    and the result of a row depends on its own position and keys alone, to the last bit.
+    `split_length`: keys of a split, instead of as many splits as fill the GPU. All rows then use tiles of one size, and
+    a row's result depends only on its own position and keys, to the last bit.
     """
 
     window: int | None = None

@@ -1,21 +1,21 @@
-"""Partition of a step's attention among programs, worked out on the device from lengths that only it knows.
+"""Partition of a step's attention among programs, computed on the device, which alone knows lengths.
 
-So the grid depends on capacities alone and a launch can be captured in a CUDA graph without a plan from the host.
-`attention_plan_kernel` writes the plan once for all layers that share it; a kernel without a plan computes its own
-item with the same function.
+So the grid depends on capacities only, and a launch can be captured in a CUDA graph without a plan from the host.
+`attention_plan_kernel` writes the plan once for all layers that share it; a kernel without a plan computes its own item
+with the same function.
 
 The query rows of a request are cut into tiles, the keys a tile may see into splits; an item is one of each. All tiles
 of a request have the same number of splits. The split is the smallest whose items fit into one wave of `work_slots`
-programs per K/V head: with W key blocks and n tiles, p = W / (work_slots - n) blocks give at most
-W / p + n = work_slots items. Where tiles alone take more than half of the wave, p = W / (work_slots / 2): only
-requests longer than twice the mean of a slot are split, and ceil(b / p) <= 2 * b / p bounds the partial results.
-Either way they are at most `work_slots`.
+programs per K/V head: with W key blocks and n tiles, p = W / (work_slots - n) blocks give at most W / p + n =
+work_slots items. Where tiles alone take more than half of the wave, p = W / (work_slots / 2): only requests longer than
+twice the mean of a slot are split, and ceil(b / p) <= 2 * b / p bounds the partial results. Either way they are at most
+`work_slots`.
 
-With CHUNK, a chunk of positions is a window whose lower bound moves in jumps: a query at p sees keys from
-p // CHUNK * CHUNK on, and `max_lag` is less than CHUNK.
+With CHUNK, a chunk of positions is a window whose lower bound moves in jumps: a query at p sees keys from p // CHUNK *
+CHUNK on, and `max_lag` is less than CHUNK.
 
-With `split_blocks` a split has that many key blocks, from a multiple of them on: then what a row sums up in which
-order depends on its own position alone, not on the other requests or on the rows of its chunk.
+With `split_blocks` a split has that many key blocks and starts at a multiple of them: then a row's sums and their order
+depend only on its own position, not on the other requests or the other rows of its chunk.
 """
 
 # mypy: ignore-errors
@@ -24,7 +24,9 @@ order depends on its own position alone, not on the other requests or on the row
 import triton
 import triton.language as tl
 
-PLAN_WORDS = tl.constexpr(8)  # int32, of an item: the result of `plan_item`, in its order
+from dflash_trt.kernels import launch_rules
+
+PLAN_WORDS = tl.constexpr(launch_rules.PLAN_WORDS)  # int32, of an item: the result of `plan_item`, in its order
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def tiles_and_blocks(
     HAS_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Query tiles of a request and the key blocks each reads (an estimate under a window); scalars or vectors."""
+    """Query tiles of a request and key blocks that each reads (estimated for windows); scalars or vectors."""
     served = tl.where((rows >= min_rows) & (rows <= max_rows), rows, 0)
     keys = context if HAS_BLOCK else context + rows
     seen = tl.minimum(keys, max_lag + tl.minimum(rows, rows_per_tile))
@@ -72,7 +74,7 @@ def tiles_and_blocks(
 
 @triton.jit
 def blocks_per_split(tiles, blocks, work_slots, split_blocks, TILE: tl.constexpr):
-    """The same for every tile of the step; `tiles` and `blocks` are those of all requests."""
+    """Key blocks per split, the same for every tile of the step; `tiles` and `blocks` cover all requests."""
     num_tiles = tl.sum(tiles, 0)
     places = tl.maximum(tl.maximum(work_slots - num_tiles, work_slots // 2), 1)
     # The reduction's work for a split grows with the tile: fewer key blocks than this are not worth a split.
@@ -83,14 +85,17 @@ def blocks_per_split(tiles, blocks, work_slots, split_blocks, TILE: tl.constexpr
 
 @triton.jit
 def splits_of(blocks, share, split_blocks, is_windowed):
-    """Splits of a tile of so many blocks. Under a window, those of a fixed length may be one more: see the file."""
+    """Splits of a tile of `blocks` blocks.
+
+    With a window, fixed-length splits may be one more: see the file.
+    """
     more = tl.where((split_blocks > 0) & is_windowed, 1, 0)
     return tl.maximum(ceil_div(blocks, share), 1) + more
 
 
 @triton.jit
 def request_lengths(token_offsets, context_lens, index, is_request, block_rows, HAS_BLOCK: tl.constexpr):
-    """(rows, context) of the requests at `index`. Without a block, rows are the request's tokens of the step."""
+    """(rows, context) of the requests at `index`. Without a block, rows are the request's step tokens."""
     context = tl.load(context_lens + index, mask=is_request, other=0)
     if HAS_BLOCK:
         rows = tl.where(is_request, block_rows, 0)
@@ -121,10 +126,10 @@ def plan_item(
     HAS_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr = 0,  # 0: none
 ):
-    """Of an item below `tile_capacity`, the first split of a tile, or above it, one of the other splits.
+    """Work of the item at `index`: below `tile_capacity` a tile's first split, else one of the others.
 
-    (request, first query row, number of rows, position of the first, first key, behind the last key, place among
-    the partial results, split and number of splits) of the item at `index`. It has no rows when there is none.
+    (request, first query row, number of rows, position of the first, first key, end of keys, index among the partial
+    results, split and number of splits). An item without work has no rows.
     """
     requests = tl.arange(0, REQUESTS)
     rows, context = request_lengths(

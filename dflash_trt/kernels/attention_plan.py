@@ -1,4 +1,4 @@
-"""Plans of attention on the host: which partition a launch has, and one kernel that writes the plan of each.
+"""Attention plans on the host: the partition of a launch, and one kernel that writes its plan.
 
 Nothing here reads a tensor's content: lengths stay on the device.
 """
@@ -13,12 +13,12 @@ from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.launch_rules import ANY_ROWS, row_tiles
 from dflash_trt.kernels.tensor_checks import check
 
-PLAN_WARPS = 1  # of a program, which writes one item
+PLAN_WARPS = 1  # per program, which writes one item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTensors:
-    """The step's requests: `token_offsets` int32 [R + 1], `context_lens` int32 [R], `page_table` int32 [R, P]."""
+    """Requests of a step: int32 `token_offsets` [R + 1], `context_lens` [R] and `page_table` [R, P]."""
 
     token_offsets: Tensor
     context_lens: Tensor
@@ -67,7 +67,7 @@ class Partition:
 
     @property
     def num_items(self) -> int:
-        """Of a plan: the first splits of all tiles, then the other splits."""
+        """Items of a plan: the first splits of all tiles, then the other splits."""
         return self.tile_capacity + self.num_slots
 
     @property
@@ -123,7 +123,7 @@ def write_plan(requests: RequestTensors, partition: Partition) -> Tensor:
 
 
 def with_fixed_splits(partition: Partition, split_length: int, *, num_keys: int) -> Partition:
-    """The same with splits of so many keys each, and slots for requests of up to `num_keys` keys."""
+    """The partition with splits of `split_length` keys, and slots for requests of up to `num_keys` keys."""
     return replace(
         partition,
         num_slots=fixed_splits(num_keys, split_length) * partition.tile_capacity,

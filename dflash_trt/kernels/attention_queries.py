@@ -16,7 +16,7 @@ def load_queries(rows, is_dim, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def for_pages(queries, pages):
-    """Queries in the type of the products: every FP8 number is a float16, and becomes one in few instructions."""
+    """Queries in the products' type: FP8 numbers are exact in float16, and convert in few instructions."""
     if pages.dtype.element_ty == tl.float8e4nv:
         if queries.dtype == tl.bfloat16:
             queries = queries.to(tl.float16)

@@ -1,6 +1,6 @@
-"""The kernels that join what the splits of a tile left behind; a tile that was not split is finished already.
+"""Kernels that join the partial results of a tile's splits; tiles without splits are finished already.
 
-Names in grid expressions are those of attention.py.
+Names in grid expressions are as in attention.py.
 """
 
 # mypy: ignore-errors
@@ -56,8 +56,8 @@ def attention_reduction_kernel(
     HAS_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     PLANNED: tl.constexpr,
-    ROWS: tl.constexpr,  # of the tile, taken by one program
-    STAGES: tl.constexpr,  # of the loads' pipeline
+    ROWS: tl.constexpr,  # rows of the tile per program
+    STAGES: tl.constexpr,  # stages of the load pipeline
 ):
     """Join the splits of each tile that has more than one. Grid: (kv_heads, tile_capacity, TILE / ROWS).
 
@@ -138,10 +138,10 @@ def attention_codes_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,  # of the tile, taken by one program
-    STAGES: tl.constexpr,  # of the loads' pipeline
+    ROWS: tl.constexpr,  # rows of the tile per program
+    STAGES: tl.constexpr,  # stages of the load pipeline
 ):
-    """The same as codes for the GEMM that reads them, for every tile. Grid: (kv_heads, tile_capacity, TILE / ROWS)."""
+    """As above for every tile, with codes for the next GEMM. Grid: (kv_heads, tile_capacity, TILE / ROWS)."""
     kv_head = tl.program_id(0)
     _, token, num_rows, _, _, _ = load_range(plan, tl.program_id(1))
     slot, splits = load_place(plan, tl.program_id(1))

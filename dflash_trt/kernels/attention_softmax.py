@@ -1,4 +1,4 @@
-"""Online softmax of the attention kernels: scores in base 2, the sums of weights and values, and what divides them."""
+"""Online softmax of the attention kernels: base-2 scores, sums of weights and values, and the divisor."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -34,9 +34,9 @@ def absorb(products, factor, v, maximum, total, output):
 
 @triton.jit
 def divisor_of(maximum, total, sinks, in_tile, row, heads_per_kv, has_sinks):
-    """Of the sum of values: the sum of weights, with the sink's, which has no value. has_sinks is 0 or 1.
+    """Divisor of the sum of values: the sum of weights plus the sink's, which has no value.
 
-    It comes last, so that no split of the keys changes the order of the sum.
+    has_sinks is 0 or 1. The sink comes last, so that no split of the keys changes the order of the sum.
     """
     head = in_tile - row * heads_per_kv
     sink = tl.load(sinks + head, mask=head < heads_per_kv * has_sinks, other=float("-inf"))

@@ -15,6 +15,8 @@ FIXED_TILE = 64  # with splits of a fixed length
 WIDE_MAX_TILE = 64
 # FP8 becomes float16 in registers, and shared memory holds float32 of a few rows alone.
 _WIDE_MAX_FP8_TILE, _WIDE_MAX_FLOAT32_TILE = 32, 16
+# Of larger tiles in float32 Triton 3.7 wants 560 to 1,072 of the 512 columns of tensor memory of an SM100.
+_MAX_FLOAT32_TILE, _FLOAT32_TILE_ABOVE_128 = 64, 32
 
 
 def tile_rows(query_rows: int, heads_per_kv: int, tiles: tuple[int, ...] = TILES) -> int:
@@ -44,10 +46,12 @@ def fixed_tiles(heads_per_kv: int, head_dim: int) -> tuple[int, ...]:
 def tiles_of(
     *, head_dim: int, dtype: torch.dtype, page_dtype: torch.dtype, tiles: tuple[int, ...] = TILES
 ) -> tuple[int, ...]:
-    """`tiles`, or those in their place, ascending: FP8 becomes float16 in too many instructions for few rows."""
+    """`tiles`, or their replacements, ascending: FP8 to float16 takes too many instructions for few rows."""
     is_fp8 = page_dtype.itemsize == 1 and dtype.itemsize == 2
     if head_dim <= WIDE_HEAD_DIM:
         smallest, largest = FP8_MIN_TILE if is_fp8 else TILES[0], TILES[-1]
+        if dtype == torch.float32:
+            largest = _MAX_FLOAT32_TILE if head_dim <= 128 else _FLOAT32_TILE_ABOVE_128
     else:
         smallest, largest = TILES[0], _WIDE_MAX_FP8_TILE if is_fp8 else WIDE_MAX_TILE
         if dtype == torch.float32:
@@ -61,7 +65,7 @@ def num_parts(*, tile: int, head_dim: int) -> int:
 
 
 def has_full_loop(*, tile: int, is_split_fixed: bool = False) -> bool:
-    """Blocks without masks come before those at the start of a window: not where the order of sums is fixed."""
+    """True if blocks without masks precede those at a window's start; not if the order of sums is fixed."""
     return tile >= MIN_FULL_LOOP_TILE and not is_split_fixed
 
 

@@ -6,18 +6,18 @@ from dflash_trt.kernels.tensor_checks import check
 
 _CAPACITIES = (16, 64, 256, 1024, 4096)
 MAX_REQUESTS = _CAPACITIES[-1]
-MAX_DELTA_HEAD_DIM: Final = 128  # of gated delta nets
+MAX_DELTA_HEAD_DIM: Final = 128  # in gated delta nets
 MAX_DELTA_RECORDS: Final = 64
-MAX_CANDIDATES: Final = 64  # of a slot of a draft block, and choices of a draft
+MAX_CANDIDATES: Final = 64  # per slot of a draft block, and per draft
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choice_capacity(num_choices: int) -> int:
-    """The constant NUM_CHOICES: one of two sizes."""
-    return 32 if num_choices <= 32 else MAX_CANDIDATES
+def topk_capacity(draft_topk: int) -> int:
+    """The constant DRAFT_TOPK: one of two sizes."""
+    return 32 if draft_topk <= 32 else MAX_CANDIDATES
 
 
 def request_capacity(num_requests: int) -> int:

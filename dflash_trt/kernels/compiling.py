@@ -24,10 +24,10 @@ _UNWRITTEN: Final = frozenset({
 
 @contextlib.contextmanager
 def kernels_compiled_alone(num_threads: int) -> Iterator[Compiling]:
-    """Inside, a launch compiles its kernel in one of `num_threads`, and does not run it. At the end all are compiled.
+    """Inside, launches compile their kernels in `num_threads` threads and do not run.
 
-    With 0 threads nothing is compiled. What kernels would write stays as it was, and new tensors are zeros: so
-    PyTorch's operators read valid indices.
+    The end waits for all. With 0 threads nothing is compiled. Outputs of kernels keep their contents, and new tensors
+    are zeros, so PyTorch's operators read valid indices.
     """
     run: Any = JITFunction.run
 
@@ -67,7 +67,7 @@ class Compiling:
         self._num_compiled += not cache_hit
 
     def take_over(self) -> None:
-        """Have those that are ready known to Triton; until then each launch prepares its kernel once more."""
+        """Hand finished kernels to Triton; until then each launch prepares its kernel again."""
         for kernel in self._mode.future_kernels.values():
             if kernel.kernel is None and kernel.future.done():
                 kernel.result()

@@ -1,7 +1,7 @@
-"""The experts of a layer on rows that `routing.py` has sorted: two grouped products, and the sum over a row's choices.
+"""Experts of a layer on rows sorted by `routing.py`: two grouped products, and the sum over choices.
 
-A program takes a tile of entries of one expert and a block of that expert's output features. `packed_product.py`
-has the weight formats. float32 inside, rounded once per output; nothing depends on the order of programs.
+A program computes a tile of entries of one expert and a block of that expert's output features. `packed_product.py` has
+the weight formats. float32 inside, rounded once per output; nothing depends on the order of programs.
 `tests/kernels/reference_experts.py` defines the results.
 """
 
@@ -236,7 +236,7 @@ def _gate_up(
     INPUT: tl.constexpr,
     factors,
 ):
-    """The rows of gate and those of up in one product."""
+    """The gate rows and the up rows in one product."""
     return product(
         x,
         x,  # not read

@@ -1,4 +1,4 @@
-"""How the kernels of `experts.py` are launched. Allocates outputs; nothing depends on a tensor's content."""
+"""Launches of the kernels of `experts.py`. Allocates outputs; nothing depends on a tensor's content."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -18,8 +18,9 @@ from dflash_trt.kernels.experts import (
     expert_gate_up_kernel,
     expert_sum_kernel,
 )
+from dflash_trt.kernels.launch_rules import FP8, PLAIN
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
-from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, FP8, PLAIN, ROUNDED_HERE
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, ROUNDED_HERE
 from dflash_trt.kernels.routing_launch import Routing
 from dflash_trt.kernels.tensor_checks import check_tensor
 
@@ -97,7 +98,7 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
         experts.alpha,
         **gate_up_constants(experts, tokens=routing.tokens),
         num_warps=product_warps(routing.tokens),
-        num_stages=NUM_STAGES,
+        num_stages=product_stages(experts, x.dtype),
         enable_fp_fusion=True,
     )
     return hidden, hidden_block_scale
@@ -124,7 +125,7 @@ def _down(
         down.num_block_rows,
         **down_constants(experts, tokens=routing.tokens),
         num_warps=product_warps(routing.tokens),
-        num_stages=NUM_STAGES,
+        num_stages=product_stages(experts, dtype),
         enable_fp_fusion=True,
     )
     return results
@@ -168,6 +169,16 @@ def down_constants(experts: PackedExperts, *, tokens: int) -> dict[str, int | bo
 def product_warps(tokens: int) -> int:
     """Two warpgroups where one would not have the registers for its sums."""
     return 8 if tokens == 64 else 4
+
+
+def widens_weights(experts: PackedExperts, dtype: torch.dtype) -> bool:
+    """True if packed weights become float32, of which shared memory holds few."""
+    return dtype == torch.float32 and (experts.gate_up.form, experts.down.form) != (PLAIN, PLAIN)
+
+
+def product_stages(experts: PackedExperts, dtype: torch.dtype) -> int:
+    """Rounds of the loop whose operands are in shared memory."""
+    return 1 if widens_weights(experts, dtype) else NUM_STAGES
 
 
 def block_in(matrix: PackedMatrix) -> int:

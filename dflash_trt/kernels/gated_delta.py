@@ -1,14 +1,14 @@
-"""The recurrence of gated delta nets: `backends/torch/gated_delta.py` defines it, with its equations and their source.
+"""The recurrence of gated delta nets, as `backends/torch/gated_delta.py` defines it, with its source.
 
 A program has BLOCK_V columns of one head's state S. It folds the accepted records into S, then solves blocks of rows at
-once: one block of a verify step, whose records stay behind the unchanged S, or all blocks of a prompt, each of which is
-folded. S stays in memory and passes through registers in parts of PART rows. Convolved inputs come from
-`gated_delta_ends.py`, which also writes what other programs read here: keys, decays, window, position.
+once: one block of a verify step, whose records are stored after the unchanged S, or all blocks of a prompt, each of
+which is folded. S stays in memory and passes through registers in parts of PART rows. Convolved inputs come from
+`gated_delta_ends.py`, which also writes the values that other programs read here: keys, decays, window, position.
 
-float32 inside. Products are of TF32, which holds 16-bit inputs exactly: so keys and queries enter them as they are, and
-their lengths divide the results. Other factors are rounded to nearest, because tensor cores would cut their last bits
-off; that moves results by a quarter of what rounding q, k and v to bfloat16 does. In a
-float32 network a product is three of TF32, float32 but for the last bits.
+float32 inside. Products are in TF32, which holds 16-bit inputs exactly: so keys and queries enter them unchanged, and
+their lengths divide the results. Other factors are rounded to nearest, because tensor cores would truncate them; that
+changes results by a quarter of the change from rounding q, k and v to bfloat16. In a float32 network a product is three
+of TF32, float32 except for the last bits.
 """
 
 # mypy: ignore-errors
@@ -23,7 +23,7 @@ from dflash_trt.kernels.state_pools import pooled
 
 @triton.jit(do_not_specialize=["state_index"])
 def delta_verify_kernel(
-    mixed,  # F [N, 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM]: q, k, v behind convolution and SiLU
+    mixed,  # F [N, 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM]: q, k, v after convolution and SiLU
     ba,  # F [N, 2 * HEADS]
     log_rate,  # float32 [HEADS]
     dt_bias,  # float32 [HEADS]
@@ -123,7 +123,10 @@ def delta_prompt_kernel(
     FOLDED: tl.constexpr,  # power of two >= RECORDS
     POOLED: tl.constexpr,
 ):
-    """Requests of more than RECORDS rows, whose state goes on to the end. Grid: as of `delta_verify_kernel`."""
+    """Requests of more than RECORDS rows, whose state advances to the end.
+
+    Grid as in `delta_verify_kernel`.
+    """
     if POOLED:
         address = tl.load(state_pools + state_index)
         if address == 0:  # no state
@@ -182,8 +185,10 @@ def _product_of(mixed):
 
 @triton.jit
 def _solved(kk, qk, of_k, of_q, v, rate, decay, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
-    """Results and deltas of a block, [BLOCK, BLOCK_V] each, from products of its keys and queries with its keys,
-    [BLOCK, BLOCK], and with S, [BLOCK, BLOCK_V]; rows that are none have zeros in everything.
+    """Results and deltas of a block, [BLOCK, BLOCK_V] each.
+
+    Inputs are products of its keys and queries with its keys, [BLOCK, BLOCK], and with S, [BLOCK, BLOCK_V]; missing
+    rows have zeros everywhere.
     """
     total = tl.cumsum(decay, 0)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -198,8 +203,9 @@ def _solved(kk, qk, of_k, of_q, v, rate, decay, BLOCK: tl.constexpr, PRODUCT: tl
 def _inverse(lower, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
     """(I + L)^-1 of a strictly lower triangle L. BLOCK: 16, 32 or 64.
 
-    From T, the inverses of the diagonal blocks of one size, to those of blocks four times as large: with E the part of
-    L between the small blocks, (I + T E)^-1 T, and T E is nilpotent of order 4. Powers of the whole of L would cancel.
+    From T, the inverses of the diagonal blocks of one size, follow the inverses of blocks four times as large: with E
+    the part of L between the small blocks, (I + T E)^-1 T, and T E is nilpotent of order 4. Powers of the whole of L
+    would cancel.
     """
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     inverse = _of_larger_blocks((row == column).to(tl.float32), lower, 1, BLOCK, PRODUCT)
@@ -211,7 +217,7 @@ def _inverse(lower, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
 
 @triton.jit
 def _of_larger_blocks(inverse, lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
-    """From the inverses of diagonal blocks of SIZE rows to those of 4 * SIZE, or of the whole."""
+    """From inverses of diagonal blocks of SIZE rows to inverses of blocks of 4 * SIZE, or of the whole."""
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     is_between = (row // (4 * SIZE) == column // (4 * SIZE)) & (row // SIZE > column // SIZE)
     between = tl.where(is_between, lower, 0.0)

@@ -1,11 +1,12 @@
-"""Both ends of a gated delta net: the causal convolution before the recurrence, and what comes behind it.
+"""Both ends of a gated delta net: the causal convolution before the recurrence, and all that follows.
+
 
     convolve_kernel  [rows, channels]     SiLU of the convolution, over inputs of the step and of the slot's window
-    finish_kernel    [rows, heads]        norm and output gate; the rows' keys and decays, where they are records
+    finish_kernel    [rows, heads]        norm and output gate; the rows' keys and decays, if they are records
                      [requests, channels] the slot's window and position
 
-A window begins with the inputs before `position`; those of accepted tokens follow, so that it is read from the first
-one that was accepted on. Nothing that `convolve_kernel` and the recurrence read is written before `finish_kernel`.
+A window begins with the inputs before `position`; inputs of accepted tokens follow, so it is read from the first
+accepted one on. Nothing that `convolve_kernel` and the recurrence read is written before `finish_kernel`.
 """
 
 # mypy: ignore-errors
@@ -64,7 +65,7 @@ def convolve_kernel(
         inputs = qkvz + start.to(tl.int64) * (CHANNELS + GATES)
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(TAPS):
-            index = row - start + tap  # of the input, counted from the first of the window
+            index = row - start + tap  # index of the input, from the first of the window
             num_old = tl.where((index < TAPS - 1) & has_window, CHANNELS, 0)
             old = tl.load(before + index * CHANNELS + channel, mask=channel < num_old, other=0.0)
             at = (index - (TAPS - 1)).to(tl.int64) * (CHANNELS + GATES)
@@ -225,14 +226,14 @@ def _move_window(
     if rows > 0:
         slot, folds = tl.load(slot_ids + request), tl.load(num_folded + request)
         is_prompt = rows > RECORDS
-        skipped = tl.where(is_prompt, rows, 0)  # the window of a prompt is behind its rows
+        skipped = tl.where(is_prompt, rows, 0)  # a prompt's window is after its rows
         kept = TAPS - 1 + tl.where(is_prompt, 0, rows)
         if tl.program_id(1) == 0:
             tl.store(position + slot, tl.load(context_lens + request) + skipped)
         of_slot = window + slot * (TAPS - 1 + RECORDS) * CHANNELS + channel
         inputs = qkvz + start.to(tl.int64) * (CHANNELS + GATES) + channel
         for i in range(kept):
-            index = skipped + i  # of the input, counted from the first of the window
+            index = skipped + i  # index of the input, from the first of the window
             num_old = tl.where((index < TAPS - 1) & (folds >= 0), CHANNELS, 0)
             old = tl.load(of_slot + (index + tl.maximum(folds, 0)) * CHANNELS, mask=channel < num_old, other=0.0)
             at = (index - (TAPS - 1)).to(tl.int64) * (CHANNELS + GATES)

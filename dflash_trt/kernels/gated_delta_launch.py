@@ -1,4 +1,4 @@
-"""How the kernels of gated delta nets are launched. Allocates outputs; nothing depends on a tensor's content."""
+"""Launches of the kernels of gated delta nets. Allocates outputs; nothing depends on tensor contents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from dflash_trt.kernels.tensor_checks import check_tensor
 
 MIN_BLOCK: Final = 16  # rows, and features: the least that a tensor core takes
 CHUNK: Final = 32  # rows of a prompt in one block
-VERIFY_COLUMNS: Final = 32  # of a state, in a program
+VERIFY_COLUMNS: Final = 32  # columns of a state, per program
 PROMPT_COLUMNS: Final = 32
 PART: Final = 16  # rows of a state in registers at once
-CHANNELS: Final = 1024  # of a program
+CHANNELS: Final = 1024  # per program
 HEADS: Final = 8
 VERIFY_WARPS: Final = 2
 PROMPT_WARPS: Final = 4
@@ -30,7 +30,7 @@ NUM_STAGES: Final = 3  # parts of a state on their way
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRows:
-    """The rows of a step by request. One with more rows than records is a prompt, of which nothing is rejected."""
+    """The rows of a step by request. A request with more rows than records is a prompt: none is rejected."""
 
     slot_ids: Tensor  # int64 [R]
     token_offsets: Tensor  # int32 [R + 1]
@@ -55,7 +55,7 @@ def run_gated_delta(
     spec: Recurrent,
     eps: float,
 ) -> Tensor:  # F [N, v_size]
-    """See `Ops.gated_delta`. Three launches, four where there may be prompts. Rows of no request get zeros.
+    """See `Ops.gated_delta`. Three launches, four with possible prompts. Rows of no request get zeros.
 
     Raises ValueError for tensors that the kernels would misread.
     """

@@ -1,4 +1,4 @@
-"""Values of rows that several kernels of gated delta nets need: lengths of keys, rates, log decays. float32 all."""
+"""Row values for several kernels of gated delta nets: lengths of keys, rates, log decays. All float32."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
@@ -12,7 +12,7 @@ _LINEAR = tl.constexpr(20.0)  # from here on softplus is its argument, as in PyT
 
 @triton.jit
 def inverse_lengths(rows, is_row, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of the vectors of KEY_DIM at `rows`, a vector of pointers."""
+    """Inverse lengths of the vectors of KEY_DIM at `rows`, a vector of pointers."""
     key = tl.arange(0, BLOCK_K)[None, :]
     x = tl.load(rows[:, None] + key, mask=is_row[:, None] & (key < KEY_DIM), other=0.0).to(tl.float32)
     return 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) + _L2_EPS)

@@ -1,13 +1,13 @@
-"""Absorbed attention over latent pages: all query heads attend over one row per token, and its latent is the value.
+"""Absorbed attention over latent pages: all heads attend over one row per token, latent as value.
 
-A program takes one item of a plan, as in attention.py: a tile of query rows of one request and one split of the keys.
-Rows of the tile are (query row, query head) of one group of heads, so that a verify block fills the matrix units. They
-lie one behind the other in memory: a tile has all heads of its rows, or a group of the heads of one row. A latent is
-copied to shared memory once, where the products for scores and for the sum of values both read it. Sums of 64 rows of
-512 values leave few registers, and what would take some across the loop is read or computed again behind it. Scores
+A program computes one item of a plan, as in attention.py: a tile of query rows of one request and one split of the
+keys. Rows of the tile are (query row, query head) of one group of heads, so that a verify block fills the matrix units.
+They are consecutive in memory: a tile has all heads of its rows, or a group of the heads of one row. A latent is copied
+to shared memory once, where the products for scores and for the sum of values both read it. Sums of 64 rows of 512
+values leave few registers, so values that would occupy some across the loop are read or computed again after it. Scores
 are kept in base 2.
 
-Names in grid expressions are those of attention.py; `groups` of `group_heads` heads stand in the place of K/V heads.
+Names in grid expressions are as in attention.py; `groups` of `group_heads` heads replace K/V heads.
 """
 
 # mypy: ignore-errors
@@ -32,7 +32,7 @@ def load_columns(rows, column, NUM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def is_direct(request, token_offsets, context_lens, min_direct_rows):
-    """True for a prompt that begins in this step, of so many rows: latent_chunk.py attends for it."""
+    """True for a prompt that begins in this step with enough rows: latent_chunk.py attends for it."""
     num_rows = tl.load(token_offsets + request + 1) - tl.load(token_offsets + request)
     return (tl.load(context_lens + request) == 0) & (num_rows >= min_direct_rows)
 
@@ -42,11 +42,11 @@ def absorb_latents(
     q_latent,  # [TILE, LATENT_DIM]
     q_rope,  # [TILE, ROPE_DIM]
     pages,
-    page_rows,  # of this request in the page table
+    page_rows,  # this request's row of the page table
     key_begin,
     key_end,
     highest,  # [TILE], the last key each row sees
-    scale,  # of scores, and of what the pages hold
+    scale,  # for scores, including the pages' scale
     page_shift,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -68,7 +68,7 @@ def absorb_latents(
     next_page = tl.load(page_rows + (key_begin >> page_shift), mask=key_begin < key_end, other=0)
     for first_key in range(key_begin, key_end, KEY_BLOCK):
         key = first_key + in_block
-        # What is left of the last block repeats its last key: masks would cost registers.
+        # The rest of the last block repeats its last key: masks would cost registers.
         stored = tl.minimum(key, key_end - 1)
         in_page = (stored & (page_size - 1)) * row_size
         if IS_IN_ONE_PAGE:
@@ -102,7 +102,7 @@ def absorb_latents(
     ]
 )
 def latent_attention_kernel(
-    q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; but with POOLED, up to TILE heads behind the last are read
+    q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; but with POOLED, up to TILE heads after the last are read
     pages,  # F or float8_e4m3fn [pages, page_size, LATENT + ROPE]; its type alone is read with POOLED
     state_pools,  # int64 [states], addresses of pages; read only with POOLED
     attended,  # out, F [N, heads, LATENT]: sums of latents, before the value's factor
@@ -113,12 +113,12 @@ def latent_attention_kernel(
     context_lens,  # int32 [R]
     page_table,  # int32 [R, pages_per_request]
     score_scale,
-    k_scale,  # of FP8 pages; 1 otherwise
+    k_scale,  # for FP8 pages; 1 otherwise
     min_direct_rows,  # zeros are stored for requests that `is_direct` names
     pages_per_request,
     groups,
     group_heads,  # heads = groups * group_heads
-    heads_reciprocal,  # of group_heads, see `query_row`
+    heads_reciprocal,  # reciprocal of group_heads, see `query_row`
     page_shift,  # page_size == 1 << page_shift
     state_index,  # in state_pools
     LATENT: tl.constexpr,
@@ -144,9 +144,9 @@ def latent_attention_kernel(
     in_tile = tl.arange(0, TILE)
     in_latent = tl.arange(0, LATENT_DIM)
     in_rope = tl.arange(0, ROPE_DIM)
-    first_head = ((token * groups + group) * group_heads).to(tl.int64)  # of those of all tokens
+    first_head = ((token * groups + group) * group_heads).to(tl.int64)  # index among the heads of all tokens
     in_q = in_tile
-    if POOLED:  # the rest of the tile repeats its last row, behind which there may be no memory
+    if POOLED:  # the rest of the tile repeats its last row: there may be no memory after it
         in_q = tl.minimum(in_tile, num_rows * group_heads - 1)
     q_rows = q + first_head * (LATENT + ROPE) + (in_q * (LATENT + ROPE))[:, None]
     q_latent = for_pages(load_columns(q_rows, in_latent, LATENT, LATENT_DIM), pages)

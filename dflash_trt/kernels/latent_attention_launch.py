@@ -33,7 +33,7 @@ ATTENTION_WARPS: Final = 8  # 128 registers of each thread have the sums of 64 r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentRotation:
-    """How keys and queries are turned, and latents normed; `network.rope.RopeFrequencies` defines the first two."""
+    """RoPE of keys and queries, defined by `network.rope.RopeFrequencies`, and the norm of latents."""
 
     inv_freq: Tensor  # float32 [rope_dim / 2]
     amplitude: float
@@ -123,7 +123,7 @@ def latent_constants(shape: LatentShape) -> dict[str, int]:
 
 
 def attention_stages(dtype: torch.dtype) -> int:
-    """Of the pipeline that copies latents: three blocks of 36 KiB are in shared memory, beside 72 KiB of queries."""
+    """Stages of the pipeline that copies latents: shared memory holds three of 36 KiB and the queries."""
     return 2 if dtype == torch.float32 else 3
 
 
@@ -158,7 +158,7 @@ def attend_latents(
     attended: Tensor,  # out, F [N, heads, latent_dim]
     min_direct_rows: int | None = None,  # rows of prompts that begin in this step and have as many become 0
 ) -> Tensor:
-    """Causal attention of the step's tokens over their requests' latents, before the value's factor: `attended`.
+    """Causal attention of a step's tokens over latents, before the value's factor: `attended`.
 
     Verify blocks and chunks of prompts are one launch: their tiles are of one size.
     """
@@ -274,7 +274,7 @@ def _check_attended(
     check(num_requests > 0, "requests", expected="at least one", found=0, hint="Launch nothing for an empty step.")
     check_tensor("queries", queries, dtype=FLOATS, shape=[None, None, None])
     stored = queries.untyped_storage().nbytes() // queries.itemsize - queries.storage_offset()
-    read, hint = shape.query_elements(num_rows), "Take them from memory of so many."
+    read, hint = shape.query_elements(num_rows), "Allocate that many elements."
     check(stored >= read, "queries", expected=f"memory for {read} elements", found=stored, hint=hint)
     _check_pages(pages, queries.dtype, shape.row_size, k_scale)
     check_tensor("attended", attended, dtype=queries.dtype, shape=[num_rows, shape.num_heads, shape.latent_dim])

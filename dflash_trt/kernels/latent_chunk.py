@@ -1,8 +1,8 @@
-"""Direct attention of prompts that begin in this step: every head has keys and values of its own, made by one GEMM.
+"""Direct attention of prompts that begin in this step: one GEMM makes every head's keys and values.
 
-The rows of such a request see each other alone, so that keys are read where the GEMM has left them and no page is. A
-program takes a tile of query rows of one head. PyTorch's GEMM takes all rows of a step; that of a plugin, which knows
-only their number, is the kernel here, with the plan of the attention behind it.
+The rows of such a request see only each other, so keys are read from the GEMM's output and no page is. A program
+computes a tile of query rows of one head. PyTorch's GEMM computes all rows of a step; a plugin, which knows only their
+number, uses the kernel here, with the plan of the following attention.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ def latent_kv_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of one factor, for each program
+    COLUMNS: tl.constexpr,  # columns of one factor, per program
     LATENT_BLOCK: tl.constexpr,
 ):
     """Grid: (heads * (blocks of COLUMNS of K, and of V), tile_capacity + 1)."""
@@ -59,7 +59,7 @@ def latent_kv_kernel(
     size = tl.where(is_key, NOPE, VALUE)
     column = tl.where(is_key, block, block - k_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     in_tile = tl.arange(0, TILE)
-    # What is left of a tile, or of a factor, repeats its last row.
+    # The rest of a tile, or of a factor, repeats its last row.
     row = (token + tl.minimum(in_tile, num_rows - 1)).to(tl.int64)[:, None]
     factor = tl.where(is_key, k_factor, v_factor) + head.to(tl.int64) * (size * LATENT)
     of_factor = factor + (tl.minimum(column, size - 1) * LATENT)[:, None]
@@ -75,13 +75,13 @@ def latent_kv_kernel(
 
 @triton.jit
 def load_latents(rows, in_latent, LATENT: tl.constexpr, LATENT_BLOCK: tl.constexpr):
-    """A block of the features of each row, from pointers [ROWS, 1]; zeros behind the last."""
+    """A block of the features of each row, from pointers [ROWS, 1]; zeros after the last feature."""
     if LATENT % LATENT_BLOCK == 0:
         return tl.load(rows + in_latent[None, :])
     return tl.load(rows + in_latent[None, :], mask=in_latent[None, :] < LATENT, other=0.0)
 
 
-# As in attention.py: one build serves steps of all sizes. Strides are those of an engine, and nearly always multiples.
+# As in attention.py: one build serves steps of all sizes. Strides are the engine's, and nearly always multiples.
 @triton.jit(do_not_specialize=["min_direct_rows", "heads", "state_index"])
 def latent_chunk_kernel(
     q_nope,  # F, N rows of heads q_pitch apart, NOPE each, the rows q_stride
@@ -122,7 +122,7 @@ def latent_chunk_kernel(
             return
     in_tile = tl.arange(0, TILE)
     in_nope, in_rope, in_value = tl.arange(0, NOPE_DIM), tl.arange(0, ROPE_DIM), tl.arange(0, VALUE_DIM)
-    # What is left of a tile, or of a block of keys, repeats its last row.
+    # The rest of a tile, or of a block of keys, repeats its last row.
     row = (token + tl.minimum(in_tile, num_rows - 1)).to(tl.int64)[:, None]
     q_n = load_columns(q_nope + row * q_stride + head.to(tl.int64) * q_pitch, in_nope, NOPE, NOPE_DIM)
     q_r = load_columns(queries + (row * heads + head) * (LATENT + ROPE) + LATENT, in_rope, ROPE, ROPE_DIM)

@@ -21,7 +21,7 @@ from dflash_trt.kernels.tensor_checks import check, check_tensor
 CHUNK_TILE: Final = 128
 FLOAT32_CHUNK_TILE: Final = 32
 CHUNK_KEY_BLOCK: Final = 64
-WIDE_CHUNK_KEY_BLOCK: Final = 32  # of heads of more than 128, where 64 keys spill registers
+WIDE_CHUNK_KEY_BLOCK: Final = 32  # for heads of more than 128, where 64 keys spill registers
 FLOAT32_CHUNK_KEY_BLOCK: Final = 16
 CHUNK_WARPS: Final = 8
 KV_COLUMNS: Final = 128
@@ -32,7 +32,7 @@ KV_WARPS: Final = 8
 
 
 def min_direct_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int | None:
-    """Rows from which a prompt that begins in such a step is attended directly; None: no request has as many."""
+    """Rows from which a starting prompt is attended directly; None if no request can have as many."""
     least = launch_rules.min_direct_rows(num_rows=num_rows, num_requests=num_requests, num_verify_rows=num_verify_rows)
     return None if least == ANY_ROWS else least
 
@@ -68,7 +68,7 @@ def chunk_stages(dtype: torch.dtype) -> int:
 def kv_constants(
     *, nope_dim: int, value_dim: int, latent_dim: int, rope_dim: int, dtype: torch.dtype
 ) -> dict[str, int]:
-    """Of a plugin's GEMM, whose tiles of rows are those of the attention behind it."""
+    """Constants of a plugin's GEMM, whose row tiles match the following attention's."""
     is_float32 = dtype == torch.float32
     return {
         "NOPE": nope_dim,
@@ -87,14 +87,14 @@ def kv_stages(dtype: torch.dtype) -> int:
 
 def attend_chunks(
     q_nope: Tensor,  # F [N, heads, nope_dim]; rows and heads may be further apart
-    queries: Tensor,  # F [N, heads, latent_dim + rope_dim], rotated behind the first latent_dim of each head
+    queries: Tensor,  # F [N, heads, latent_dim + rope_dim], rotated after the first latent_dim of each head
     kv: Tensor,  # F [N, heads, nope_dim + value_dim]
     rows: Tensor,  # F [N, latent_dim + rope_dim], with rotated keys
     requests: RequestTensors,  # context_lens: tokens before this step
     *,
     latent_dim: int,
     score_scale: float,
-    min_rows: int,  # of a prompt, see `min_direct_rows`
+    min_rows: int,  # per prompt, see `min_direct_rows`
     plans: AttentionPlans,
     attended: Tensor,  # out, F [N, heads, value_dim]
 ) -> None:

@@ -1,8 +1,8 @@
-"""The kernels that store what latent attention reads: one norms latents and rotates keys into pages.
+"""Kernels that store the inputs of latent attention: one norms latents and rotates keys into pages.
 
-The rotated part of the queries goes behind what the key's factor has made of the rest. Norm and rotation are in float32
-and rounded once, when stored; angles and pages are found as in rope_and_pages.py. The other kernel is a plugin's, for
-rows that are ready.
+The rotated part of the queries is stored after the part that the key's factor has produced. Norm and rotation are in
+float32 and rounded once, when stored; angles and pages are found as in rope_and_pages.py. The other kernel is a
+plugin's, for rows that are ready.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ from dflash_trt.kernels.state_pools import pooled
 
 @triton.jit
 def load_pairs(x, head, num_heads, pitch, ROPE: tl.constexpr, HALF: tl.constexpr, IS_PAIRED: tl.constexpr):
-    """The pairs of some heads of one row, `pitch` apart: first ones and second ones, float32 [HEADS, HALF]."""
+    """RoPE pairs of some heads of one row, `pitch` apart: first and second parts, float32 [HEADS, HALF]."""
     pair = tl.arange(0, HALF)
     mask = (head < num_heads)[:, None] & (pair < ROPE // 2)[None, :]
     rows = x + (head * pitch)[:, None]
@@ -39,13 +39,13 @@ def store_halves(out, first, second, head, num_heads, pitch, ROPE: tl.constexpr,
     tl.store(rows + ROPE // 2, second.to(out.dtype.element_ty), mask=mask)
 
 
-# As in attention.py: one build serves steps of all sizes. Strides are those of an engine, and nearly always multiples.
+# As in attention.py: one build serves steps of all sizes. Strides are the engine's, and nearly always multiples.
 @triton.jit(do_not_specialize=["heads", "num_requests", "pages_per_request", "page_shift"])
 def store_latents_kernel(
     q_rope,  # F, N rows of heads q_pitch apart, ROPE each, the rows q_stride
     latents,  # F, N rows of LATENT, latent_stride apart: before their norm
     k_rope,  # F, N rows of ROPE, k_stride apart
-    queries,  # out, F [N, heads, LATENT + ROPE]: written behind the first LATENT of each head
+    queries,  # out, F [N, heads, LATENT + ROPE]: written after the first LATENT of each head
     pages,  # out, F or float8_e4m3fn [pages, page_size, LATENT + ROPE]
     rows,  # out, F [N, LATENT + ROPE]: what the pages hold of these rows; written only with STORES_ROWS
     norm,  # F [LATENT]
@@ -53,9 +53,9 @@ def store_latents_kernel(
     positions,  # int32 [N]
     token_offsets,  # int32 [R + 1]
     page_table,  # int32 [R, pages_per_request]
-    amplitude,  # of cos and sin
+    amplitude,  # factor of cos and sin
     eps,
-    k_scale,  # of FP8 pages
+    k_scale,  # for FP8 pages
     latent_stride,
     k_stride,
     q_stride,
@@ -68,7 +68,7 @@ def store_latents_kernel(
     ROPE: tl.constexpr,
     LATENT_DIM: tl.constexpr,  # padded to a power of two
     HALF: tl.constexpr,  # ROPE / 2 padded to a power of two
-    HEADS: tl.constexpr,  # of one program
+    HEADS: tl.constexpr,  # per program
     REQUESTS: tl.constexpr,
     STORES_ROWS: tl.constexpr,
     IS_PAIRED: tl.constexpr,  # the two of a pair are neighbours; they come out as halves
@@ -122,7 +122,7 @@ def write_latents_kernel(
     token_offsets,  # int32 [R + 1]
     context_lens,  # int32 [R]
     page_table,  # int32 [R, pages_per_request]
-    k_scale,  # of FP8 pages
+    k_scale,  # for FP8 pages
     min_direct_rows,  # see `is_direct`
     direct_columns,
     num_requests,

@@ -8,7 +8,7 @@ from dflash_trt.kernels.launch_rules import latent_slots, num_partials, num_stat
 MAX_LATENT_DIM: Final = 512  # sums of a tile's rows fill the registers of a multiprocessor
 MAX_ROPE_DIM: Final = 64
 TILE: Final = 64  # rows: the fewest that the tensor cores of Hopper and Blackwell read from shared memory
-FP8_TILE: Final = 32  # of 64 rows, the conversion of FP8 to float16 spills registers
+FP8_TILE: Final = 32  # rows; with 64 the conversion of FP8 to float16 spills registers
 FLOAT32_TILE: Final = 16
 
 
@@ -32,7 +32,7 @@ class LatentShape:
         return self.num_heads // self.group_heads(tile)
 
     def query_elements(self, num_rows: int) -> int:
-        """Of all heads of so many rows, and of a tile that begins at the last: what is behind it is read, too."""
+        """Elements of all heads of `num_rows` rows, and of a tile that begins at the last: it is read, too."""
         return (num_rows * self.num_heads + TILE) * self.row_size
 
     def attended_elements(self, num_rows: int) -> int:

@@ -1,7 +1,7 @@
-"""Rules for launches of attention and experts: Python's launchers call them, and the plugin library compiles them.
+"""Launch rules of attention and experts, called in Python and compiled into the plugin library.
 
-`rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
-on its arguments, none of them negative, and on the constants of this file.
+`rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic on
+its arguments, none of them negative, and on the constants of this file.
 """
 
 from typing import Final
@@ -10,25 +10,24 @@ ANY_DISTANCE: Final = 1 << 30  # max_lag, max_lead: no limit
 ANY_ROWS: Final = (1 << 31) - 1  # max_rows: no limit
 NO_WINDOW: Final = 0
 NO_CHUNK: Final = 0
-# What most requests of a step have at most: a verify block. A node of TensorRT is not told K, and any number gives
-# right results; this one decides from where on prefill chunks get attention tiles of their own.
-VERIFY_ROWS: Final = 16
-PROGRAMS_PER_MULTIPROCESSOR: Final = 2  # of attention: what shared memory and registers of all tiles but 128 allow
+PROGRAMS_PER_MULTIPROCESSOR: Final = 2  # for attention: shared memory and registers of all tiles but 128 allow it
 FP8_MIN_TILE: Final = 64  # rows of a tile over FP8 pages in 16-bit networks
 # A node's partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
 MAX_MULTIPROCESSORS: Final = 192
 HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
-MAX_HEAD_DIM: Final = 512  # of a target
+MAX_HEAD_DIM: Final = 512  # in a target
 MAX_DRAFT_HEAD_DIM: Final = 256  # no kernel has a draft block of wider heads
-WIDE_HEAD_DIM: Final = 256  # of wider heads a program of attention takes a part
+WIDE_HEAD_DIM: Final = 256  # for wider heads a program of attention computes a part
 WIDE_MAX_GROUP: Final = 16  # query heads of a K/V head that is wider: what the smallest tile holds
-LATENT_KEY_BLOCK: Final = 32  # of attention over latents
-MIN_KEY_BLOCK: Final = 16  # what the tensor cores take
-MIN_DIRECT_ROWS: Final = 64  # of a prompt that begins in a step: fewer do not fill a tile of one head
+LATENT_KEY_BLOCK: Final = 32  # in attention over latents
+MIN_KEY_BLOCK: Final = 16  # minimum of the tensor cores
+MIN_DIRECT_ROWS: Final = 64  # rows of a starting prompt: fewer do not fill a tile of one head
 # Entries of a tile of experts; an entry is one choice of one row.
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32
 MAX_TILE_TOKENS: Final = 64
+PLAN_WORDS: Final = 8  # int32, of an item of a plan of attention
+PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # forms of packed weights; from MXFP4 on a byte has two codes
 
 
 def work_slots(*, kv_heads: int, num_multiprocessors: int) -> int:
@@ -52,7 +51,7 @@ def num_stats(*, tile: int, kv_heads: int, num_slots: int) -> int:
 
 
 def max_lag(*, window: int, chunk: int, is_window_anchored: int) -> int:
-    """From a query to the first key it sees, at most; with an anchored window, from the anchor, for every query."""
+    """Largest distance from a query to the first key it sees; from the anchor if the window is anchored."""
     return min(
         ANY_DISTANCE if window == NO_WINDOW else window if is_window_anchored else window - 1,
         ANY_DISTANCE if chunk == NO_CHUNK else chunk - 1,
@@ -62,6 +61,20 @@ def max_lag(*, window: int, chunk: int, is_window_anchored: int) -> int:
 def max_lead(*, lag: int, is_causal: int, is_window_anchored: int) -> int:
     """From a query to the last key it sees. `lag` is its max_lag."""
     return 0 if is_causal else ANY_DISTANCE if is_window_anchored else lag
+
+
+def is_verify_step(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int:
+    """1 if no request needs to have more than `num_verify_rows` rows: attention is then one pass over all of them.
+
+    In other steps prefill chunks have tiles of their own, in a pass that skips verify blocks, as another skips the
+    chunks. Any answer gives right results.
+    """
+    return 1 if num_requests * num_verify_rows >= num_rows else 0
+
+
+def most_verify_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int:
+    """The most rows that one request of a verify step can have: with a tile for them, its keys are read once."""
+    return max(1, min(num_verify_rows, num_rows - num_requests + 1))
 
 
 def latent_slots(*, groups: int, num_multiprocessors: int) -> int:
@@ -75,7 +88,7 @@ def latent_key_block(*, page_size: int, is_float32: int) -> int:
 
 
 def min_direct_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int:
-    """Rows from which a prompt that begins in such a step is attended directly; ANY_ROWS: no request has as many.
+    """Rows from which a starting prompt is attended directly; ANY_ROWS if no request can have as many.
 
     No verify block has more than num_verify_rows. A step without more rows than verify blocks may have has no prompt,
     as far as shapes tell, and any answer gives right results.
@@ -92,10 +105,15 @@ def row_tiles(*, num_rows: int, num_requests: int, rows_per_tile: int, min_rows:
     return num_rows // rows_per_tile + min(num_requests, num_rows // min_rows)
 
 
-def tile_tokens(*, num_entries: int, num_experts: int) -> int:
-    """Entries of a tile: the fewest that hold what an expert gets on average."""
+def tile_tokens(*, num_entries: int, num_experts: int, widens_weights: int) -> int:
+    """Entries of a tile: the fewest that hold what an expert gets on average.
+
+    Packed weights that are widened to float32 leave no room for more in the 227 KiB of a multiprocessor.
+    """
     return (
         MIN_TILE_TOKENS
+        if widens_weights == 1
+        else MIN_TILE_TOKENS
         if MIN_TILE_TOKENS * num_experts >= num_entries
         else MID_TILE_TOKENS
         if MID_TILE_TOKENS * num_experts >= num_entries
@@ -106,3 +124,23 @@ def tile_tokens(*, num_entries: int, num_experts: int) -> int:
 def max_tiles(*, num_entries: int, num_experts: int, tokens: int) -> int:
     """Tiles for any choice: each expert that has entries may have one that is not full."""
     return min(num_entries, num_experts) + (num_entries - min(num_entries, num_experts)) // tokens
+
+
+def row_bytes(*, form: int, num_columns: int, element_bytes: int) -> int:
+    """Of a row of codes; `element_bytes` are those of F."""
+    return num_columns * element_bytes if form == PLAIN else num_columns // 2 if form >= MXFP4 else num_columns
+
+
+def block_row_bytes(*, form: int, num_columns: int) -> int:
+    """Of a row of block scales, as the format has them; 0 without."""
+    return (
+        4 * ((num_columns + 127) // 128)
+        if form == FP8_BLOCK
+        else num_columns // 32
+        if form == MXFP4
+        else num_columns // 16
+        if form == NVFP4
+        else 2 * (num_columns // 32)
+        if form == INT4
+        else 0
+    )

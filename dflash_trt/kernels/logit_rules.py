@@ -1,10 +1,11 @@
 """Logit rules on a GPU: scores of a step in float32, as `backends/torch/logit_rules.py` defines them.
 
+
     count_tokens  [requests, tiles]  how often each token is in the text before a request's first row of logits
     adjust        [rows, tiles]      scores: the logits, with the rules of the row's request
     raw_logprobs  [rows]             log-probabilities of rows with rules, under the logits before them
 
-Tokens of a slot lie by position, those of the step included; a row reads the tokens before it. Launching is in
+Tokens of a slot are stored by position, the step's tokens included; a row reads the tokens before it. Launching is in
 `logit_rules_launch.py`.
 """
 

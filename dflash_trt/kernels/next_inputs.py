@@ -1,4 +1,4 @@
-"""The kernel that turns the results of acceptance into the inputs of the draft block, without the host.
+"""The kernel that turns acceptance results into the inputs of the draft block, without the host.
 
 Launching is in `sampling_launch.py`.
 """

@@ -1,7 +1,7 @@
-"""RMS norm, with or without the residual addition before it, gated activations, fused: one read, one write.
+"""RMS norm, optionally after a residual addition, and gated activations: one read, one write.
 
-`reference_norm.py` is the same in PyTorch. fp32 inside, rounded once per output. RESULT: the result may go on to codes
-for the GEMM that reads it, rounded on the way as if it had been stored (`row_codes.py`).
+`reference_norm.py` is the same in PyTorch. fp32 inside, rounded once per output. RESULT: the result may be converted to
+codes for the next GEMM, rounded on the way as if it had been stored (`row_codes.py`).
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ def rms_norm_kernel(
     x,  # F [N, hidden_size], rows x_stride apart
     weight,  # F [hidden_size]
     normed,  # F or codes [N, hidden_size], contiguous
-    block_scale,  # of the codes; see `store_row`
+    block_scale,  # block scales of the codes; see `store_row`
     scale,  # float32 [1], of the codes
     eps,
     x_stride,
@@ -41,7 +41,7 @@ def add_rms_norm_kernel(
     weight,  # F [hidden_size]
     total,  # F [N, hidden_size]: x + residual
     normed,  # F or codes [N, hidden_size]: the norm of the rounded total
-    block_scale,  # of the codes; see `store_row`
+    block_scale,  # block scales of the codes; see `store_row`
     scale,  # float32 [1], of the codes
     eps,
     hidden_size,
@@ -54,7 +54,7 @@ def add_rms_norm_kernel(
     at = row * hidden_size + columns
     added = tl.load(x + at, mask=is_in, other=0.0).to(tl.float32)
     added += tl.load(residual + at, mask=is_in, other=0.0).to(tl.float32)
-    added = added.to(total.dtype.element_ty)  # what the next layer reads is what is normed
+    added = added.to(total.dtype.element_ty)  # norm the stored value, which the next layer reads
     tl.store(total + at, added, mask=is_in)
     result = normed_row(added.to(tl.float32), weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
     store_row(normed, block_scale, scale, result, row, 0, hidden_size, BLOCK, RESULT)
@@ -64,7 +64,7 @@ def add_rms_norm_kernel(
 def gated_mul_kernel(
     gate_up,  # F [N, 2 * ffn_size], contiguous: gate, then up
     gated,  # F or codes [N, ffn_size]
-    block_scale,  # of the codes; see `store_row`
+    block_scale,  # block scales of the codes; see `store_row`
     scale,  # float32 [1], of the codes
     ffn_size,
     BLOCK: tl.constexpr,

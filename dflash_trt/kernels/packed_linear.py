@@ -1,4 +1,4 @@
-"""A linear layer whose weights stay packed: dequantized in registers, tile by tile. See `packed_product.py`."""
+"""A linear layer with packed weights, dequantized in registers tile by tile. See `packed_product.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)

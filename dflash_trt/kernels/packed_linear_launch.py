@@ -5,18 +5,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dflash_trt.kernels.launch_rules import PLAIN
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
-from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, PLAIN
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.tensor_checks import check_tensor
 
 TOKEN_TILES: Final = (16, 32, 64)
 FIXED_TOKENS: Final = TOKEN_TILES[-1]  # in place of the smallest tile that holds all rows: a chunk needs the reuse
 OUT: Final = 64  # output features of a program: what one warpgroup multiplies at once
-SCALED_OUT: Final = 128  # what Blackwell's block-scaled instruction takes
+SCALED_OUT: Final = 128  # required by Blackwell's block-scaled instruction
 NUM_WARPS: Final = 4
 NUM_STAGES: Final = 4
+WIDENING_STAGES: Final = 2  # packed weights that become float32 fill shared memory
 
 
 def packed_linear(
@@ -34,7 +36,10 @@ def packed_linear(
 def packed_linear_of_codes(
     x: RowCodes, matrix: PackedMatrix, dtype: torch.dtype, *, has_fixed_tiles: bool = False
 ) -> Tensor:  # F [N, out]
-    """The same of activations in FP8 or NVFP4, quantized with the matrix's input scale, which is one for all rows."""
+    """As `packed_linear` for FP8 or NVFP4 activations, quantized with the matrix's input scale.
+
+    All rows share that scale.
+    """
     assert matrix.input_scale is not None and matrix.input_scale.numel() == 1
     return _launch(x.values, x.block_scale_argument, matrix, dtype, has_fixed_tiles)
 
@@ -44,7 +49,8 @@ def _launch(
 ) -> Tensor:
     num_rows = len(x)
     out = torch.empty((num_rows, matrix.out_size), dtype=dtype, device=x.device)
-    tokens = FIXED_TOKENS if has_fixed_tiles else tile_tokens(num_rows)
+    widens_weights = x.dtype == torch.float32 and matrix.form != PLAIN
+    tokens = tile_tokens(num_rows, is_fixed=has_fixed_tiles, widens_weights=widens_weights)
     constants = packed_linear_constants(matrix, tokens=tokens)
     packed_linear_kernel[(-(-num_rows // constants["TOKENS"]), -(-matrix.out_size // constants["OUT"]))](
         x,
@@ -59,14 +65,21 @@ def _launch(
         matrix.num_block_rows,
         **constants,
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=WIDENING_STAGES if widens_weights else NUM_STAGES,
         enable_fp_fusion=True,
     )
     return out
 
 
-def tile_tokens(num_rows: int) -> int:
-    """Rows of a tile: the smallest that holds all, or the largest there is."""
+def tile_tokens(num_rows: int, *, is_fixed: bool = False, widens_weights: bool = False) -> int:
+    """Rows of a tile: the smallest that holds all, or the largest there is.
+
+    Where packed weights become float32, always the smallest: more do not fit a multiprocessor's shared memory.
+    """
+    if widens_weights:
+        return TOKEN_TILES[0]
+    if is_fixed:
+        return FIXED_TOKENS
     return next((tile for tile in TOKEN_TILES if tile >= num_rows), TOKEN_TILES[-1])
 
 

@@ -1,4 +1,4 @@
-"""A weight as the kernels of `packed_product.py` read it: the codes of its format, and scales prepared once."""
+"""A weight for the kernels of `packed_product.py`: the codes of its format, and prepared scales."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ FORMS: Final = (PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4)
 class PackedMatrix:
     """One matrix [out, in], or one for each expert [E, out, in]."""
 
-    form: int  # of FORMS
+    form: int  # index into FORMS
     codes: Tensor  # [..., out, in], or uint8 [..., out, in / 2]
     block_scale: Tensor | None = None
     block_rows: Tensor | None = None  # int32 [out]: rows of the `block_scale` of FP8 blocks

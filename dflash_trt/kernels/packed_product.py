@@ -1,8 +1,8 @@
-"""Products with weights that stay packed: a tile is dequantized in registers on its way to the tensor cores.
+"""Products with packed weights: a tile is dequantized in registers on its way to the tensor cores.
 
 Weights are the left operand, tokens the right one: as few as 16 tokens fill an instruction of the tensor cores, and
-what was dequantized is multiplied out of registers. Formats: `formats/`. INT4 weights are rounded to the dtype of
-the activations; those of the other formats fit it.
+dequantized weights are multiplied out of registers. Formats: `formats/`. INT4 weights are rounded to the dtype of the
+activations; weights of the other formats fit it.
 """
 
 # mypy: ignore-errors
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN  # FORM
 from dflash_trt.kernels.quantize_fp8 import fp8
 from dflash_trt.kernels.quantize_nvfp4 import nvfp4
 
-PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # FORM
 AS_THEY_ARE, ROUNDED_HERE, CODES = range(3)  # INPUT: activations in F, in F to be quantized, as codes of the format
 
 _PLAIN, _FP8, _FP8_BLOCK = tl.constexpr(PLAIN), tl.constexpr(FP8), tl.constexpr(FP8_BLOCK)
@@ -151,9 +151,9 @@ def _weights(
         return tl.reshape(blocks * scale[:, :, None], (OUT, BLOCK_IN))
 
 
-# Conversions by bits, since those of the hardware take a quarter to an eighth of its other instructions' rate: a code
-# shifted to where DTYPE has its exponent is the number, but for a constant power of two. Shifts are products, which
-# take one instruction for sign and magnitude.
+# Conversions by bits, since the hardware's run at a quarter to an eighth of the rate of its other instructions: a code
+# shifted to where DTYPE has its exponent is the number, up to a constant power of two. Shifts are products, which take
+# one instruction for sign and magnitude.
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _e8m0(code, DTYPE: tl.constexpr):
 
 @triton.jit
 def rows_of_scales(block_rows, num_block_rows, expert, features, rows, is_row, FORM: tl.constexpr):
-    """Rows of `block_scale`: those of the weight, but for FP8 blocks, which `block_rows` int32 [out] has."""
+    """Rows of `block_scale`: the weight's rows, except for FP8 blocks, which use `block_rows` int32 [out]."""
     if FORM == _FP8_BLOCK:
         return expert * num_block_rows + tl.load(block_rows + features, mask=is_row, other=0)
     else:

@@ -1,7 +1,7 @@
-"""Rows of activations that pages keep by token position, [pages, page_size, width]; `backends/torch/paged_rows.py`
-defines the results.
+"""Rows of activations that pages keep by token position, [pages, page_size, width].
 
-Which rows may touch a page is decided on the device. Launching is in `paged_rows_launch.py`.
+`backends/torch/paged_rows.py` defines the results. Which rows may touch a page is decided on the device. Launching is
+in `paged_rows_launch.py`.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ def previous_rows_kernel(
     BLOCK: tl.constexpr,
     POOLED: tl.constexpr,
 ):
-    """Grid: (T, ceil(width / BLOCK)). A request reads behind none of the positions that it writes."""
+    """Grid: (T, ceil(width / BLOCK)). A request reads only before the positions that it writes."""
     if POOLED:
         pages = pooled(state_pools, state_index, pages.dtype)
         if pages.to(tl.int64) == 0:  # no state

@@ -20,7 +20,7 @@ def previous_rows(
     requests: RequestTensors,  # context_lens: tokens before this step
     positions: Tensor,  # int32 [T]
 ) -> Tensor:  # F [T, W]
-    """See `Ops.previous_rows`; zeros for rows behind the last request's, which leave the pages alone."""
+    """See `Ops.previous_rows`; rows after the last request's get zeros and do not touch pages."""
     (num_rows, width), num_requests = x.shape, len(requests.page_table)
     page_shift = _check(pages, requests.page_table, dtype=x.dtype, width=width)
     check_tensor("x", x, dtype=pages.dtype, shape=[None, None])

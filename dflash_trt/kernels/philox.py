@@ -1,7 +1,7 @@
-"""Gumbel noise for kernels: the definition of `backends/torch/philox.py`, from Triton's own Philox4x32-10.
+"""Gumbel noise for kernels, as in `backends/torch/philox.py`, from Triton's own Philox4x32-10.
 
-Triton has no log1p, and log(1 - v) loses the bits of a small v, where the likely winners are: a series stands there.
-Streams are that file's, too.
+Triton has no log1p, and log(1 - v) loses the bits of a small v, where the likely winners are: a series is used there.
+Streams are as in that file.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,10 @@ _LARGEST = tl.constexpr(1 - 2**-24)
 
 @triton.jit
 def noise_of_range(seed, position, stream, first_token, SIZE: tl.constexpr):
-    """float32 [SIZE], of the tokens from `first_token` on, a multiple of 4; a word of every counter for each four."""
+    """float32 [SIZE], noise of the tokens from `first_token`, a multiple of 4.
+
+    Four tokens use one counter.
+    """
     quads = first_token // 4 + tl.arange(0, SIZE // 4)
     w0, w1, w2, w3 = _words(seed, position, stream, quads)
     return _gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))

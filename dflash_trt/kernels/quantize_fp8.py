@@ -43,7 +43,7 @@ def fp8(value, scale, inverse):
 
 @triton.jit
 def quotient(value, scale, inverse):
-    """value / scale, rounded correctly if `inverse` is (Markstein), in three instructions instead of thirty."""
+    """value / scale, correctly rounded if `inverse` is (Markstein), in three instructions, not thirty."""
     guess = value * inverse
     return tl.fma(tl.fma(-guess, scale + tl.zeros_like(value), value), inverse + tl.zeros_like(value), guess)
 

@@ -15,9 +15,9 @@ _BLOCK = tl.constexpr(16)
 
 @triton.jit
 def nvfp4(value, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32 [ROWS, COLUMNS], float32 -> codes uint8 [ROWS, COLUMNS / 2], block scales float32 [ROWS, COLUMNS / 16].
+    """float32 [ROWS, COLUMNS], float32 -> codes uint8 [ROWS, COLUMNS / 2], float32 block scales.
 
-    The block scales are numbers of E4M3.
+    The block scales [ROWS, COLUMNS / 16] are numbers of E4M3.
     """
     blocks = tl.reshape(value, (ROWS, COLUMNS // _BLOCK, _BLOCK))
     largest = tl.max(tl.abs(blocks), axis=2)

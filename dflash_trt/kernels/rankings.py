@@ -30,7 +30,7 @@ def logit_and_token(ranking):
 
 @triton.jit
 def largest_rankings(rankings, count, CAPACITY: tl.constexpr):
-    """int64 [CAPACITY], the `count` largest of any shape in falling order, NO_RANKING behind them."""
+    """int64 [CAPACITY]: the `count` largest, of any shape, in falling order, then NO_RANKING."""
     places = tl.arange(0, CAPACITY)
     largest = tl.full([CAPACITY], NO_RANKING, tl.int64)
     for place in range(count):

@@ -1,12 +1,12 @@
-"""Rejection sampling of drafts: two launches of `sampling.py`, and what the launches after them need to know.
+"""Rejection sampling of drafts: two launches of `sampling.py`, and helpers for the following ones.
 
-`backends/torch/rejection.py` is the definition. A row is *tested* if it verifies a draft of a request whose drafts are
-drawn apart; programs of all other rows return at once.
+`backends/torch/rejection.py` is the definition. A row is *tested* if it verifies a draft of a request that uses
+rejection sampling; programs of all other rows return at once.
 
     kept_mass     [rows, tiles]  the sum of exponentials of each tile that pass the row's threshold: p, unnormalised
-    test_drafts   [rows]         the row's outcome; of a rejected draft the best choice, sampled from the residual
+    test_drafts   [rows]         the row's outcome; for a rejected draft the best candidate, sampled from the residual
 
-All tokens that are neither the draft nor a choice keep their score, so that the draw over the tiles finds the others'
+All other tokens than the draft and its candidates keep their score, so that the draw over the tiles finds their
 best. Launching is in `sampling_launch.py`.
 """
 
@@ -23,11 +23,11 @@ UNTESTED = tl.constexpr(0)  # outcomes of rows
 ACCEPTED = tl.constexpr(1)
 REJECTED = tl.constexpr(2)
 
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of a token that only rounding leaves a chance
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # score of a token whose probability is only a rounding error
 _NO_INDEX = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["width", "num_choices"])
+@triton.jit(do_not_specialize=["width", "draft_topk"])
 def kept_mass_kernel(
     logits,  # F [rows, vocab_size]
     num_candidates,  # int32 [R]
@@ -41,11 +41,11 @@ def kept_mass_kernel(
     tile_kept,  # float32 [rows, tiles], of e^((logit - row_max) / temperature), those that are kept
     vocab_size,
     width,  # rows of a request, K + 1
-    num_choices,
+    draft_topk,
     TILE: tl.constexpr,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
-    if _is_tested(row, num_candidates, draft_stream, row_mode, width, num_choices):
+    if _is_tested(row, num_candidates, draft_stream, row_mode, width, draft_topk):
         at = row * tl.num_programs(1) + tile
         degree, largest = tl.load(temperature + row // width), tl.load(row_max + row)
         threshold = tl.load(row_threshold + row)
@@ -59,15 +59,15 @@ def kept_mass_kernel(
         tl.store(tile_kept + at, mass)
 
 
-@triton.jit(do_not_specialize=["width", "num_tiles", "num_choices"])
+@triton.jit(do_not_specialize=["width", "num_tiles", "draft_topk"])
 def test_drafts_kernel(
     logits,  # F [rows, vocab_size]
     token_ids,  # int32 [T]
     positions,  # int32 [T]
     logit_rows,  # int32 [rows]
     num_candidates,  # int32 [R]
-    choices,  # int32 [R, K * num_choices]
-    chances,  # float32 [R, K * num_choices]
+    draft_topk_ids,  # int32 [R, K * draft_topk]
+    draft_topk_probs,  # float32 [R, K * draft_topk]
     temperature,  # float32 [R]
     seed,  # int64 [R]
     draft_stream,  # int32 [R]
@@ -76,18 +76,18 @@ def test_drafts_kernel(
     row_threshold,  # float32 [rows]
     tile_kept,  # float32 [rows, tiles]
     row_outcome,  # out, int32 [rows]
-    row_score,  # out, float32 [rows], with its noise: of a rejected row's best among its choices and its draft
+    row_score,  # out, float32 [rows], with its noise: best candidate of a rejected row, or its draft
     row_token,  # out, int32 [rows], the first one that has it; the draft of an accepted row
     vocab_size,
     width,
     num_tiles,
-    num_choices,
+    draft_topk,
     TILES: tl.constexpr,  # power of two >= num_tiles
-    NUM_CHOICES: tl.constexpr,  # power of two >= num_choices
+    DRAFT_TOPK: tl.constexpr,  # power of two >= draft_topk
 ):
     row = tl.program_id(0)
     outcome = tl.full((), UNTESTED, tl.int32)
-    if _is_tested(row, num_candidates, draft_stream, row_mode, width, num_choices):
+    if _is_tested(row, num_candidates, draft_stream, row_mode, width, draft_topk):
         request = row // width
         degree, largest, threshold = (
             tl.load(temperature + request),
@@ -98,24 +98,24 @@ def test_drafts_kernel(
         total = tl.sum(tl.load(tile_kept + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0), axis=0)
         token_row = tl.load(logit_rows + row)
         draft, position = tl.load(token_ids + token_row + 1), tl.load(positions + token_row) + 1
-        places = tl.arange(0, NUM_CHOICES)
-        at = first_choice(row, width, num_choices) + places
-        tokens = tl.load(choices + at, mask=places < num_choices, other=_NO_INDEX)
-        chance = tl.load(chances + at, mask=places < num_choices, other=0.0)
+        places = tl.arange(0, DRAFT_TOPK)
+        at = first_topk(row, width, draft_topk) + places
+        tokens = tl.load(draft_topk_ids + at, mask=places < draft_topk, other=_NO_INDEX)
+        prob = tl.load(draft_topk_probs + at, mask=places < draft_topk, other=0.0)
 
-        # q is 1 of a draft that was not drawn
-        drawn = tl.sum(tl.where(tokens == draft, chance, 0.0), axis=0)
-        drawn = tl.where(drawn > 0, drawn, 1.0)
+        # q is 1 for a draft that was not sampled
+        draft_prob = tl.sum(tl.where(tokens == draft, prob, 0.0), axis=0)
+        draft_prob = tl.where(draft_prob > 0, draft_prob, 1.0)
         mass = tl.sum(
             _kept_masses(logits, row, draft + places * 0, vocab_size, largest, degree, threshold, places == 0)
         )
         number = test_number(tl.load(seed + request), position)
-        is_accepted = number * drawn * total < mass
+        is_accepted = number * draft_prob * total < mass
 
         # the residual; the draft has none, and is what is left where rounding leaves nothing
-        is_other = (places < num_choices) & (tokens != draft)
+        is_other = (places < draft_topk) & (tokens != draft)
         masses = _kept_masses(logits, row, tokens, vocab_size, largest, degree, threshold, is_other)
-        residual = masses - chance * total
+        residual = masses - prob * total
         left = tl.where(residual > 0, degree * tl.log(tl.where(residual > 0, residual, 1.0)), _LOWEST)
         noise = noise_of_tokens(tl.load(seed + request), position, TOKENS, tokens)
         scores = tl.where(masses > 0, left + degree * noise, float("-inf"))
@@ -129,35 +129,35 @@ def test_drafts_kernel(
 
 
 @triton.jit
-def without_choices(
+def without_topk(
     scores,  # float32 [TILE], of the tokens from first_token on
     first_token,
-    choices,  # int32 [num_choices], at an address of the row's
+    draft_topk_ids,  # int32 [draft_topk], at an address of the row's
     draft,
-    num_choices,
+    draft_topk,
     TILE: tl.constexpr,
 ):
-    """-infinity for a rejected draft and for what it was drawn from; few of them are in a tile."""
+    """-infinity for a rejected draft and its top-k candidates; few of them are in a tile."""
     offsets = first_token + tl.arange(0, TILE)
     scores = tl.where(offsets == draft, float("-inf"), scores)
-    for place in range(num_choices):
-        choice = tl.load(choices + place)
-        if (choice >= first_token) & (choice < first_token + TILE):
-            scores = tl.where(offsets == choice, float("-inf"), scores)
+    for place in range(draft_topk):
+        token = tl.load(draft_topk_ids + place)
+        if (token >= first_token) & (token < first_token + TILE):
+            scores = tl.where(offsets == token, float("-inf"), scores)
     return scores
 
 
 @triton.jit
-def first_choice(row, width, num_choices):
-    """The index of the first choice of a tested row's draft."""
-    return ((row // width) * (width - 1) + row % width) * num_choices
+def first_topk(row, width, draft_topk):
+    """The index of the first candidate of a tested row's draft."""
+    return ((row // width) * (width - 1) + row % width) * draft_topk
 
 
 @triton.jit
-def _is_tested(row, num_candidates, draft_stream, row_mode, width, num_choices):
+def _is_tested(row, num_candidates, draft_stream, row_mode, width, draft_topk):
     request, slot = row // width, row % width
-    is_drawn = (tl.load(draft_stream + request) == DRAFTS) & (tl.load(row_mode + row) != GREEDY) & (num_choices > 0)
-    return is_drawn & (slot < tl.load(num_candidates + request)) & (slot < width - 1)
+    is_sampled = (tl.load(draft_stream + request) == DRAFTS) & (tl.load(row_mode + row) != GREEDY) & (draft_topk > 0)
+    return is_sampled & (slot < tl.load(num_candidates + request)) & (slot < width - 1)
 
 
 @triton.jit

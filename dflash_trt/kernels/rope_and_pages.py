@@ -1,4 +1,4 @@
-"""Kernels that turn projections into attention's inputs: per-head RMSNorm, rotary embedding, K/V into their pages.
+"""Kernels from projections to attention's inputs: per-head RMSNorm, RoPE, and K/V into their pages.
 
 Norm and rotation are in float32 and rounded once, when stored. Positions become angles here; no table of cosines is
 kept. Which rows may touch a page is decided on the device.
@@ -35,7 +35,7 @@ E4M3_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def pair_places(HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr):
-    """Where the two of each pair stand in a head, [HALF] each: the first ROTARY / 2 pairs are rotated."""
+    """Places of both elements of each pair in a head, [HALF] each: the first ROTARY / 2 pairs are rotated."""
     pair = tl.arange(0, HALF)
     if ROTARY == HEAD_DIM:
         return pair, pair + HEAD_DIM // 2
@@ -127,7 +127,7 @@ def rotated(first, second, cos, sin):
 
 @triton.jit
 def request_of(row, token_offsets, num_requests, REQUESTS: tl.constexpr):
-    """The request that token `row` belongs to; num_requests for a row behind the last."""
+    """The request that token `row` belongs to; num_requests for a row after the last."""
     requests = tl.arange(0, REQUESTS)
     stops = tl.load(token_offsets + 1 + requests, mask=requests < num_requests, other=row + 1)
     return tl.minimum(tl.sum((stops <= row).to(tl.int32), 0), num_requests)
@@ -158,9 +158,9 @@ def rotate_and_store_kernel(
     token_offsets,  # int32 [R + 1]; this and the next two are read only with STORES_PAGES
     page_table,  # int32 [R, pages_per_request]
     limits,  # int32 [R]; read only with HAS_LIMITS: rows at positions >= limit leave the pages alone
-    amplitude,  # of cos and sin
+    amplitude,  # factor of cos and sin
     eps,
-    k_scale,  # of FP8 pages
+    k_scale,  # for FP8 pages
     v_scale,
     q_stride,
     k_stride,
@@ -175,7 +175,7 @@ def rotate_and_store_kernel(
     ROTARY: tl.constexpr,  # the first dimensions of a head, which are rotated
     Q_PITCH: tl.constexpr,  # from a head of q to the next
     HALF: tl.constexpr,  # HEAD_DIM / 2 padded to a power of two
-    HEADS: tl.constexpr,  # of one program
+    HEADS: tl.constexpr,  # per program
     REQUESTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
@@ -186,7 +186,7 @@ def rotate_and_store_kernel(
 ):
     """Grid: (N, blocks of HEADS query heads + of K heads + of V heads), the last only with STORES_PAGES.
 
-    Of layers without K and V of their own, the first alone.
+    For layers without K and V of their own, only the first.
     """
     if POOLED:
         pages = pooled(state_pools, state_index, pages.dtype)

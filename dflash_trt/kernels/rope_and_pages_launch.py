@@ -25,11 +25,11 @@ MAX_POSITIONS = 1 << 22  # beyond, the cosines of `cos_and_sin` lose accuracy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """`inv_freq` and `amplitude` are those of `network.rope.RopeFrequencies`; None: no rotation.
+    """RoPE with `inv_freq` and `amplitude` from `network.rope.RopeFrequencies`; None means no rotation.
 
-    `inv_freq` float32 [D / 2], or less where only the first dimensions of a head are rotated, two for each frequency.
+    `inv_freq` is float32 [D / 2], or shorter if only the first dimensions of a head are rotated, two per frequency.
     `q_norm` and `k_norm` F or float32 [D] are RMSNorm weights over each head, applied before the rotation; both or
-    neither. `norms_v`: of each head of v, too, without a weight.
+    neither. `norms_v` also norms each head of v, without a weight.
     """
 
     inv_freq: Tensor | None
@@ -42,7 +42,7 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLayers:
-    """Stacked parameters of the drafter's layers: pages, k_norm F [layers, D] and float32 [layers] page scales."""
+    """Stacked parameters of drafter layers: pages, k_norm F [layers, D], page scales float32 [layers]."""
 
     first_pages: Tensor  # [pages, 2, page_size, kv_heads, D]
     page_offsets: Tensor  # int64 [layers], in elements from first_pages
@@ -149,7 +149,7 @@ def store_draft_context(
     positions: Tensor,  # int32 [T]
     rotation: Rotation,  # its norms are not read: see DraftLayers
 ) -> None:
-    """Norm, rotate and write the draft context of every layer, for the rows at positions < next context length."""
+    """Norm, rotate and write every layer's draft context, for rows at positions < next context length."""
     pages, num_requests, num_layers = layers.first_pages, len(requests.page_table), len(layers.page_offsets)
     kv_heads, head_dim = pages.shape[3:]
     check_tensor("kv", kv, dtype=FLOATS, shape=[len(positions), num_layers * 2 * kv_heads * head_dim])
@@ -231,7 +231,10 @@ def rotation_constants(head_dim: int, num_requests: int) -> dict[str, int | bool
 
 
 def head_constants(head_dim: int, *, rotary_dim: int | None = None, q_pitch: int | None = None) -> dict[str, int]:
-    """Of the kernel that rotates queries, too; None: all of a head, and heads side by side."""
+    """Head constants, also of the kernel that rotates queries.
+
+    By default a whole head, and adjacent heads.
+    """
     return {"ROTARY": rotary_dim or head_dim, "Q_PITCH": q_pitch or head_dim}
 
 

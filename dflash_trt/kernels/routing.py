@@ -1,8 +1,8 @@
-"""Routing of a mixture of experts in one launch: the choice of every row, and the chosen rows sorted by expert.
+"""Routing of a mixture of experts in one launch: each row's choice, and rows sorted by expert.
 
-`tests/kernels/reference_experts.py` defines the results in PyTorch. An *entry* is one choice of one row, numbered
-row * num_chosen + choice. The entries of an expert, in their order, are cut into tiles of TOKENS, so that the kernels
-of `experts.py` need only the index of a tile. Of all experts, `num_here` from `first_expert` on have tiles.
+`tests/kernels/reference_experts.py` defines the results in PyTorch. An *entry* is one choice of one row, numbered row *
+num_chosen + choice. The entries of an expert, in order, are cut into tiles of TOKENS, so that the kernels of
+`experts.py` need only the index of a tile. Only `num_here` experts from `first_expert` on have tiles.
 """
 
 # mypy: ignore-errors
@@ -16,13 +16,13 @@ SOFTMAX_TOP_K, TOP_K_SOFTMAX, SIGMOID_TOP_K = 0, 1, 2  # KIND
 _SOFTMAX_TOP_K, _TOP_K_SOFTMAX, _SIGMOID_TOP_K = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _LOWEST = tl.constexpr(-3.0e38)  # finite: above what is chosen already, below every score
 _HALF_LOWEST = tl.constexpr(-1.5e38)
-_MIN_LOGIT = tl.constexpr(-80.0)  # of a sigmoid, whose exponential must not overflow
+_MIN_LOGIT = tl.constexpr(-80.0)  # input of a sigmoid, whose exponential must not overflow
 _NEGLIGIBLE = tl.constexpr(1e-20)  # added to a sum of sigmoids, which may underflow
 
 
 @triton.jit
 def reset_ticket_kernel(ticket):  # out, int32 [1]
-    """For a ticket in memory that nobody has cleared. Grid: (1,)."""
+    """Clear a ticket in uninitialized memory. Grid: (1,)."""
     tl.store(ticket, 0)
 
 
@@ -47,16 +47,16 @@ def routing_kernel(
     KIND: tl.constexpr,
     NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    num_groups: tl.constexpr,  # of as many experts, of which `num_chosen_groups` are chosen from
+    num_groups: tl.constexpr,  # groups of equal size; the choice is from `num_chosen_groups` of them
     num_chosen_groups: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two >= num_experts
     GROUPS: tl.constexpr,  # power of two >= num_groups
     CHOSEN: tl.constexpr,  # power of two >= num_chosen
-    ROWS: tl.constexpr,  # of one program
+    ROWS: tl.constexpr,  # per program
     PROGRAMS: tl.constexpr,  # whose counts are added up at once
     TILES: tl.constexpr,  # described at once
     ENTRIES: tl.constexpr,  # sorted at once
-    TOKENS: tl.constexpr,  # of a tile
+    TOKENS: tl.constexpr,  # per tile
 ):
     """Grid: (ceil(N / ROWS),). The program that ends last sorts for all."""
     program = tl.program_id(0)
@@ -110,7 +110,7 @@ def routing_kernel(
 def _scores(
     logits, choice_bias, rows, is_row, experts, is_expert, num_experts, KIND: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """Scores that become weights, and those that decide: below every number where there is no expert, or a NaN."""
+    """Scores that become weights, and scores that decide: below every number for missing experts and NaN."""
     at = rows[:, None].to(tl.int64) * num_experts + experts[None, :]
     is_in = is_row[:, None] & is_expert[None, :]
     scores = tl.load(logits + at, mask=is_in, other=0.0).to(tl.float32)
@@ -229,7 +229,7 @@ def _sort(
     EXPERTS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Put every entry behind those of experts before its own, of programs before its own, and of its own program."""
+    """Sort entries by expert, then by program, then by their order in the program."""
     for start in range(0, num_entries, ENTRIES):
         entries = start + tl.arange(0, ENTRIES)
         is_in = entries < num_entries

@@ -1,4 +1,4 @@
-"""How the kernel of `routing.py` is launched. Allocates outputs; nothing depends on a tensor's content."""
+"""Launches of the kernel of `routing.py`. Allocates outputs; nothing depends on a tensor's content."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -17,7 +17,7 @@ TOKEN_TILES: Final = (MIN_TILE_TOKENS, MID_TILE_TOKENS, MAX_TILE_TOKENS)
 FIXED_TOKENS: Final = MIN_TILE_TOKENS  # in place of `tile_tokens`: verify blocks have few rows of an expert
 MAX_EXPERTS: Final = 1024
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_SCORES: Final = 4096  # of one program
+_MAX_SCORES: Final = 4096  # per program
 _MAX_ROWS: Final = 16
 
 
@@ -26,11 +26,10 @@ class Router:
     """The decision of one layer's router.
 
     "softmax_top_k": softmax over all experts, then the top k, divided by their sum if `normalizes`. "top_k_softmax":
-    softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighed by sigmoids,
-    which are divided by their sum if `normalizes`. Weights are multiplied by `factor`, but for "top_k_softmax".
-    Of `num_groups` of adjacent experts only the `num_chosen_groups` with the largest sums of their two best scores are
-    chosen from.
-    `num_here` experts from `first_expert` on are computed here.
+    softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighted by the
+    sigmoids, which are divided by their sum if `normalizes`. Weights are multiplied by `factor`, except for
+    "top_k_softmax". With `num_groups` groups of adjacent experts, only the `num_chosen_groups` with the largest sums of
+    their two best scores are chosen from. `num_here` experts from `first_expert` on are computed here.
     """
 
     kind: RouterKind
@@ -38,7 +37,7 @@ class Router:
     normalizes: bool = False
     factor: float = 1.0
     first_expert: int = 0
-    num_here: int | None = None  # experts of this rank; None: all
+    num_here: int | None = None  # experts of this rank; None means all
     choice_bias: Tensor | None = None  # float32 [num_experts]
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -70,7 +69,7 @@ def new_ticket(device: torch.device) -> Tensor:
 
 
 def tile_edges(num_chosen: int, num_experts: int) -> tuple[int, ...]:
-    """Numbers of rows behind which `tile_tokens` is larger."""
+    """Numbers of rows after which `tile_tokens` is larger."""
     return tuple(tile * num_experts // num_chosen for tile in (MIN_TILE_TOKENS, MID_TILE_TOKENS))
 
 
@@ -80,12 +79,13 @@ def route(
     ticket: Tensor,  # int32 [1]
     *,
     has_fixed_tiles: bool = False,  # then a row's bits depend on the row alone, whatever N is
+    widens_weights: bool = False,  # of the products that follow: see `experts_launch.widens_weights`
 ) -> Routing:
     """Choose and sort. NaN logits are below every number, so that each row has `num_chosen` experts."""
     num_rows, num_experts = logits.shape
     _check(logits, router)
     num_entries = num_rows * router.num_chosen
-    usual = tile_tokens(num_entries=num_entries, num_experts=num_experts)
+    usual = tile_tokens(num_entries=num_entries, num_experts=num_experts, widens_weights=int(widens_weights))
     tokens = FIXED_TOKENS if has_fixed_tiles else usual
     experts = next_power_of_2(num_experts)
     rows = max(1, min(_MAX_ROWS, _MAX_SCORES // experts))

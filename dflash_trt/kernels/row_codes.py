@@ -1,4 +1,4 @@
-"""Rows as the GEMM that reads them wants them: as they are, as FP8 codes, or as NVFP4 codes with their block scales.
+"""Rows as the next GEMM reads them: unchanged, as FP8 codes, or as NVFP4 codes with block scales.
 
 For the kernels that compute activations a row at a time. `formats/fp8.py` and `formats/nvfp4.py` define the codes.
 """

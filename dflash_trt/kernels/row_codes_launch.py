@@ -1,4 +1,4 @@
-"""Memory for what `row_codes.py` stores, and the launch of its kernel, for rows that no kernel of ours computes."""
+"""Memory for the outputs of `row_codes.py`, and its kernel's launch for rows from other kernels."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.kernels.row_codes import FP8, NVFP4_TILED, quantize_rows_kernel
 
 BLOCK = 1024
-TILE_ROWS, TILE_BLOCKS = 128, 4  # of block scales, with NVFP4_TILED
+TILE_ROWS, TILE_BLOCKS = 128, 4  # tile of block scales, with NVFP4_TILED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class RowCodes:
 
     @classmethod
     def allocate(cls, form: int, scale: Tensor, num_rows: int, num_columns: int) -> "RowCodes":
-        """On the device of the scale. Scales of rows that only fill a tile stay unwritten: they reach no other row."""
+        """Allocate on the scale's device. Scales of rows that only fill a tile stay unwritten and are unused."""
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=scale.device)

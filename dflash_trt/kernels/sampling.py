@@ -1,16 +1,16 @@
-"""Sampling on a GPU, over vocabularies of any size and with no sort: nine small launches, no host in between.
+"""Sampling on a GPU, for any vocabulary size and without a sort: nine small launches, no host between.
 
 `reference_sampling.py` is the same arithmetic in PyTorch. Probabilities are compared and summed in fixed point
 (e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. A token is
-drawn by the noise of `philox.py`; `sampling_rows.py` reads rows and searches them. This file knows nothing of requests
-beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
+sampled with the noise of `philox.py`; `sampling_rows.py` reads rows and searches them. This file knows nothing of
+requests beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
 
     tile_statistics  [rows, tiles]  largest logit and sums of exponentials of each tile, maxima of its pieces
     row_bounds       [rows]         the row's maximum; greedy rows are done, and rows that give no token (NaN, see
                                     `core/step_spec.py`); a floor under every token that top_k/top_p keep
     collect          [rows, tiles]  the mass of each tile; tokens above the floor go to the row's list, in any order
     row_threshold    [rows]         the smallest exponential that top_k and top_p keep, by histograms of the list
-    kept_mass        [rows, tiles]  of drafts that were drawn apart, and
+    kept_mass        [rows, tiles]  for rejection sampling of drafts, and
     test_drafts      [rows]         which of them are accepted: `rejection.py`
     tile_draw        [rows, tiles]  the kept token of each tile whose score is largest with its noise
     draw             [rows]         the token of the row
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.philox import TOKENS, noise_of_range
-from dflash_trt.kernels.rejection import ACCEPTED, REJECTED, UNTESTED, first_choice, without_choices
+from dflash_trt.kernels.rejection import ACCEPTED, REJECTED, UNTESTED, first_topk, without_topk
 from dflash_trt.kernels.sampling_rows import (
     FILTERED,
     GREEDY,
@@ -236,13 +236,13 @@ def row_threshold_kernel(
         tl.store(row_threshold + row, threshold)
 
 
-@triton.jit(do_not_specialize=["width", "num_choices"])
+@triton.jit(do_not_specialize=["width", "draft_topk"])
 def tile_draw_kernel(
     logits,  # F [rows, vocab_size]
     token_ids,  # int32 [T]
     positions,  # int32 [T]
     logit_rows,  # int32 [rows]
-    choices,  # int32 [R, K * num_choices]
+    draft_topk_ids,  # int32 [R, K * draft_topk]
     temperature,  # float32 [R]
     seed,  # int64 [R]
     row_max,  # float32 [rows]
@@ -254,7 +254,7 @@ def tile_draw_kernel(
     tile_token,  # int32 [rows, tiles], the first one that has it
     vocab_size,
     width,
-    num_choices,
+    draft_topk,
     TILE: tl.constexpr,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -273,10 +273,8 @@ def tile_draw_kernel(
             noise = noise_of_range(tl.load(seed + row // width), position, TOKENS, tile * TILE, TILE)
             scores = tl.where(is_in, x + degree * noise, float("-inf"))
             if outcome == REJECTED:
-                own = choices + first_choice(row, width, num_choices)
-                scores = without_choices(
-                    scores, tile * TILE, own, tl.load(token_ids + token_row + 1), num_choices, TILE
-                )
+                own = draft_topk_ids + first_topk(row, width, draft_topk)
+                scores = without_topk(scores, tile * TILE, own, tl.load(token_ids + token_row + 1), draft_topk, TILE)
             score = tl.max(scores, axis=0)
             token = tl.min(tl.where((scores == score) & is_in, offsets, _NO_INDEX), axis=0)
         tl.store(tile_score + at, score)

@@ -1,7 +1,7 @@
-"""How the kernels of `sampling.py` and `rejection.py` are launched: scratch memory, order, grids, constants.
+"""Launches of `sampling.py` and `rejection.py`: scratch memory and constants.
 
-The torch backend calls `sample_and_accept`; the plugin library compiles the order of the kernels and the table of
-their scratch tensors (`rules.py`). Allocates nothing while a step runs.
+The cuda backend calls `sample_and_accept`; `programs/sampling.py` has the plugin's launches. Allocates nothing while a
+step runs.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.kernels import rejection, sampling
 from dflash_trt.kernels.capacity import MAX_CANDIDATES, next_power_of_2
 from dflash_trt.kernels.next_inputs import draft_block_kernel
-from dflash_trt.kernels.sampling_scratch import BINS, LIST_CAPACITY, PIECES, SCRATCH, TILE, num_tiles
+from dflash_trt.kernels.sampling_scratch import BINS, LIST_CAPACITY, PIECES, SAMPLING_GRIDS, SCRATCH, TILE, num_tiles
 
-CHUNK = 2048  # of a list, per iteration of a histogram
+CHUNK = 2048  # list elements per iteration of a histogram
 NUM_WARPS = 8
 
 
@@ -32,8 +32,8 @@ class SamplingInputs(SamplingColumns[Tensor]):
     context_lens: Tensor
     logit_rows: Tensor
     num_candidates: Tensor
-    choices: Tensor | None = None  # of steps that test drafts
-    chances: Tensor | None = None
+    draft_topk_ids: Tensor | None = None  # for rejection sampling
+    draft_topk_probs: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def workspace_shapes(num_rows: int, vocab_size: int) -> dict[str, tuple[torch.dt
 
 
 def allocate_workspace(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Enough for any step of at most so many rows."""
+    """Scratch memory for steps of at most `num_rows` rows."""
     shapes = workspace_shapes(num_rows, vocab_size)
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
 
@@ -103,13 +103,17 @@ def sample_and_accept(
 
 def _choices(inputs: SamplingInputs) -> dict[str, Any]:
     """Without any, other tensors of the types stand in, which are not read."""
-    if inputs.choices is None or inputs.chances is None:
-        return {"choices": inputs.token_ids, "chances": inputs.temperature, "num_choices": 0}
+    if inputs.draft_topk_ids is None or inputs.draft_topk_probs is None:
+        return {"draft_topk_ids": inputs.token_ids, "draft_topk_probs": inputs.temperature, "draft_topk": 0}
     num_drafts = inputs.logit_rows.shape[1] - 1
-    num_choices = inputs.choices.shape[1] // max(num_drafts, 1)
-    assert inputs.chances.shape == inputs.choices.shape == (len(inputs.seed), num_drafts * num_choices)
-    assert num_choices <= MAX_CANDIDATES
-    return {"choices": inputs.choices, "chances": inputs.chances, "num_choices": num_choices}
+    draft_topk = inputs.draft_topk_ids.shape[1] // max(num_drafts, 1)
+    assert inputs.draft_topk_probs.shape == inputs.draft_topk_ids.shape == (len(inputs.seed), num_drafts * draft_topk)
+    assert draft_topk <= MAX_CANDIDATES
+    return {
+        "draft_topk_ids": inputs.draft_topk_ids,
+        "draft_topk_probs": inputs.draft_topk_probs,
+        "draft_topk": draft_topk,
+    }
 
 
 def draft_block(
@@ -144,29 +148,15 @@ def sampling_constants(name: str, *, vocab_size: int, width: int) -> dict[str, i
         "LIST_CAPACITY": LIST_CAPACITY,
         "BINS": BINS,
         "WIDTH": next_power_of_2(width),
-        "NUM_CHOICES": MAX_CANDIDATES,
+        "DRAFT_TOPK": MAX_CANDIDATES,
     }
     return {key: known[key] for key in sampling_kernel(name).arg_names if key in known}
 
 
 def sampling_kernel(name: str) -> Any:
-    """One of SAMPLING_KERNELS."""
+    """`name` is of SAMPLING_GRIDS."""
     module = rejection if hasattr(rejection, f"{name}_kernel") else sampling
     return getattr(module, f"{name}_kernel")
 
 
-_ROWS = ("num_rows", "1", "1")
-_TILES = ("num_rows", "num_tiles", "1")
-SAMPLING_GRIDS = {
-    "tile_statistics": _TILES,
-    "row_bounds": _ROWS,
-    "collect": _TILES,
-    "row_threshold": _ROWS,
-    "kept_mass": _TILES,
-    "test_drafts": _ROWS,
-    "tile_draw": _TILES,
-    "draw": _ROWS,
-    "accept": ("num_requests", "1", "1"),
-}
-SAMPLING_KERNELS = tuple(SAMPLING_GRIDS)  # without "_kernel", in the order of their launches
 SAMPLING_WARPS = dict.fromkeys(SAMPLING_GRIDS, NUM_WARPS) | {"test_drafts": 2, "accept": 1}

@@ -1,4 +1,4 @@
-"""Rows of logits as the sampler's kernels read them: exponentials, masses, and the search for a filter's threshold."""
+"""Rows of logits for the sampler's kernels: exponentials, masses, and the search for a threshold."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
@@ -10,10 +10,10 @@ GREEDY = tl.constexpr(0)  # row modes
 RANDOM = tl.constexpr(1)  # no filter, or min_p alone
 FILTERED = tl.constexpr(2)  # top_k or top_p
 
-_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the largest exponential
+_ONE_BITS = tl.constexpr(0x3F800000)  # bits of 1.0, the largest exponential
 _MASS_UNIT = tl.constexpr(float(1 << 40))
 _BIN_BITS = tl.constexpr(10)
-_NUM_LEVELS = tl.constexpr(3)  # of histograms: an exponential, at most 1, has 30 bits
+_NUM_LEVELS = tl.constexpr(3)  # histogram levels: an exponential, at most 1, has 30 bits
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def mass_of(e):
 
 @triton.jit
 def kth_piece(pieces, k, largest, degree, num_tiles, TILES: tl.constexpr, PIECES: tl.constexpr):
-    """The k-th largest of the maxima of all pieces, as an exponential; a hair below, for the rounding of e^x."""
+    """The k-th largest of all pieces' maxima, as an exponential; slightly less, for the rounding of e^x."""
     at = tl.arange(0, TILES * PIECES)
     x = tl.load(pieces + at, mask=at < num_tiles * PIECES, other=float("-inf"))
     bits = tl.exp(tl.div_rn(x - largest, degree)).to(tl.int32, bitcast=True)
@@ -73,10 +73,10 @@ def search_threshold(
     LIST_CAPACITY: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Bits of the largest exponential such that tokens of it and above weigh `limit`, and the weight above it.
+    """Bits of the largest exponential for which it and larger ones weigh `limit`, and the weight above it.
 
     A token weighs its mass or 1. Every level is a histogram over the next bits, exponent first, of the tokens that
-    agree with what was found so far: three reads of a row, however flat it is. 0 where all weigh less than `limit`.
+    agree with the bits found so far: three reads of a row, however flat it is. 0 if all weigh less than `limit`.
     """
     found = tl.full((), 0, tl.int32)
     above = tl.full((), 0, tl.int64)
@@ -94,7 +94,7 @@ def search_threshold(
             weight = mass_of(e) if HAS_MASS else tl.full([CHUNK], 1, tl.int64)
             tl.atomic_add(bins + row * BINS + ((bits >> shift) & (BINS - 1)), weight, mask=is_in, sem="relaxed")
         tl.debug_barrier()
-        weights = tl.load(bins + row * BINS + slots, cache_modifier=".cg")  # where atomics are made
+        weights = tl.load(bins + row * BINS + slots, cache_modifier=".cg")  # read where atomics execute
         tl.debug_barrier()
         from_slot = above + tl.sum(weights, axis=0) - tl.cumsum(weights, axis=0) + weights
         slot = tl.maximum(tl.sum((from_slot >= limit).to(tl.int32), axis=0) - 1, 0)
@@ -109,7 +109,7 @@ def mass_larger_than(
     list_values,
     row,
     count,
-    bits,  # of an exponential
+    bits,  # bits of an exponential
     largest,
     degree,
     vocab_size,
@@ -128,7 +128,7 @@ def mass_larger_than(
 
 @triton.jit
 def list_size(count, vocab_size, LIST_CAPACITY: tl.constexpr):
-    """Of the row's list; an overflown list is replaced by the whole row."""
+    """Size of the row's list; an overflown list is replaced by the whole row."""
     return tl.where(count <= LIST_CAPACITY, count, vocab_size)
 
 

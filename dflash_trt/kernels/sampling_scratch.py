@@ -1,4 +1,7 @@
-"""Scratch tensors of the sampling kernels, and the sizes that they follow from. Needs neither Triton nor PyTorch."""
+"""The kernels that sample and draft, in the order of their launches: grids and scratch tensors.
+
+Needs neither Triton nor PyTorch.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,9 +9,9 @@ from typing import Final
 from dflash_trt.core.dtype import DType
 
 TILE: Final = 4096  # logits per program
-PIECES: Final = 32  # of a tile; the k-th largest of all their maxima is a floor under the k-th largest logit
+PIECES: Final = 32  # per tile; the k-th largest of all their maxima is a floor under the k-th largest logit
 LIST_CAPACITY: Final = 8192  # tokens above the floor; a row with more of them is searched in full
-BINS: Final = 1024  # of a histogram
+BINS: Final = 1024  # per histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,26 @@ SCRATCH = (
     Scratch("tile_score", "float32", per_tile=1),
     Scratch("tile_token", "int32", per_tile=1),
 )
+DRAFT_SCRATCH = (
+    Scratch("tile_max", "float32", per_tile=1),
+    Scratch("tile_argmax", "int32", per_tile=1),
+    Scratch("piece_best", "int64", per_tile=PIECES),
+)
+# By the kernel's name without "_kernel".
+_ROWS = ("num_rows", "1", "1")
+_TILES = ("num_rows", "num_tiles", "1")
+SAMPLING_GRIDS = {
+    "tile_statistics": _TILES,
+    "row_bounds": _ROWS,
+    "collect": _TILES,
+    "row_threshold": _ROWS,
+    "kept_mass": _TILES,
+    "test_drafts": _ROWS,
+    "tile_draw": _TILES,
+    "draw": _ROWS,
+    "accept": ("num_requests", "1", "1"),
+}
+DRAFT_GRIDS = {"tile_argmax": _TILES, "combine_argmax": _ROWS}
 
 
 def num_tiles(vocab_size: int) -> int:

@@ -1,10 +1,10 @@
-"""The tokens of a DFlash2 block: the likeliest of every slot, and the walk through them from the anchor.
+"""The tokens of a DFlash2 block: the most likely of every slot, and the selection from the anchor on.
 
 `backends/torch/dflash2.py` defines the results.
 
     tile_candidates   [rows, tiles]  the `TOP_K` largest logits of each tile
-    merge_candidates  [rows]         the `TOP_K` largest of a row, and whose they are
-    walk              [requests]     slot by slot the candidate that fits best behind the one before
+    merge_candidates  [rows]         the `TOP_K` largest of a row, and their tokens
+    walk              [requests]     slot by slot the candidate that best follows the previous one
 
 A logit and its token are one integer (`rankings.py`). Launching is in `selector_launch.py`.
 """
@@ -15,7 +15,7 @@ A logit and its token are one integer (`rankings.py`). Launching is in `selector
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.choices import chances_of
+from dflash_trt.kernels.draft_topk import topk_probs_of
 from dflash_trt.kernels.philox import DRAFTS, noise_of_tokens
 from dflash_trt.kernels.rankings import NO_RANKING, logit_and_token, ranking_of
 
@@ -73,14 +73,14 @@ def walk_kernel(
     draft_stream,  # int32 [R]
     next_context_lens,  # int32 [R], position of the bonus token, the block's slot 0
     token_ids,  # out, int32 [rows]
-    chances,  # out, float32 [rows, TOP_K]; 0 of requests whose drafts are not drawn apart
+    draft_topk_probs,  # out, float32 [rows, TOP_K]; 0 for requests without rejection sampling
     num_slots,  # rows of a request, K
     rank,
     TOP_K: tl.constexpr,
     CANDIDATES: tl.constexpr,  # power of two >= TOP_K
-    RANKS: tl.constexpr,  # of the codebooks, read at once
+    RANKS: tl.constexpr,  # codebook ranks, read at once
 ):
-    """Scores are in float32. A request with a temperature gets the noise of the stream that it draws drafts with."""
+    """Scores are in float32. Sampled requests get the noise of the stream that they draw drafts with."""
     request = tl.program_id(0)
     degree = tl.load(temperature + request)
     stream = tl.load(draft_stream + request)
@@ -103,9 +103,9 @@ def walk_kernel(
         own = tl.zeros([CANDIDATES], tl.float32)
         if degree > 0:
             if stream == DRAFTS:
-                own = chances_of(scores, is_candidate, degree)
+                own = topk_probs_of(scores, is_candidate, degree)
             scores += degree * noise_of_tokens(tl.load(seed + request), start + 1 + slot, stream, tokens)
-        tl.store(chances + row * TOP_K + place, own, mask=is_candidate)
+        tl.store(draft_topk_probs + row * TOP_K + place, own, mask=is_candidate)
         scores = tl.where(scores == scores, scores, float("-inf"))
         is_best = is_candidate & (scores == tl.max(scores, axis=0))
         best = tl.minimum(tl.min(tl.where(is_best, place, TOP_K), axis=0), TOP_K - 1)

@@ -1,4 +1,4 @@
-"""How the kernels of `selector.py` are launched: scratch memory, order, grids, and ahead-of-time variants."""
+"""Launches of the kernels of `selector.py`: scratch memory, order, grids, and ahead-of-time variants."""
 
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ def select_tokens(
     *,
     top_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Ops.select_tokens`; tokens int32 [R, K], choices int32 [R, K*top_k] and chances float32 [R, K*top_k].
+    """See `Ops.select_tokens`; int32 tokens [R, K], and int32 candidates and float32 probs [R, K*top_k].
 
     `requests` are bonus_tokens int32, temperature float32, seed int64, draft_stream int32 and next_context_lens int32,
     [R] each. Three launches; allocates the results and the scratch tensors.
@@ -45,7 +45,7 @@ def select_tokens(
 
     num_slots = num_rows // num_requests
     token_ids, candidates = (new(torch.int32, num_requests, num_slots * columns) for columns in (1, top_k))
-    chances = new(torch.float32, num_requests, num_slots * top_k)
+    draft_topk_probs = new(torch.float32, num_requests, num_slots * top_k)
     arguments: dict[str, Any] = {
         "logits": logits,
         "tile_rankings": new(torch.int64, num_rows, num_tiles, top_k),
@@ -55,7 +55,7 @@ def select_tokens(
         "predecessor": codebooks[0],
         "successor": codebooks[1],
         "token_ids": token_ids,
-        "chances": chances,
+        "draft_topk_probs": draft_topk_probs,
         "vocab_size": vocab_size,
         "num_rankings": num_tiles * top_k,
         "num_slots": num_slots,
@@ -69,7 +69,7 @@ def select_tokens(
         kernel[tuple(sizes.get(size, 1) for size in grid)](
             **given, **constants, num_warps=SELECTOR_WARPS[name], enable_fp_fusion=name not in SYMMETRIC
         )
-    return token_ids, candidates, chances
+    return token_ids, candidates, draft_topk_probs
 
 
 def selector_constants(name: str, *, vocab_size: int, top_k: int, rank: int) -> dict[str, int]:

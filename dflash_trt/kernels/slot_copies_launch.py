@@ -1,4 +1,4 @@
-"""How slots are copied. The tensors are found by their addresses, so that any number of layers takes one launch."""
+"""Launches of slot copies. Tensors are found by address, so one launch covers any number of layers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class SlotBlocks:
 
 
 class SlotCopies:
-    """Copies between slots of `tensors`, [slots, ...] each, which stay where they are. Nothing waits for the device."""
+    """Copies between slots of `tensors`, [slots, ...] each, whose addresses are fixed. Never waits."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Raises ValueError for tensors that the kernel would misread."""

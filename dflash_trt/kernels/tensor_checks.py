@@ -13,7 +13,7 @@ def check_tensor(
     tensor: Tensor,
     *,
     dtype: torch.dtype | Sequence[torch.dtype],
-    shape: Sequence[int | None],  # None: any
+    shape: Sequence[int | None],  # None means any
     row_stride_is_free: bool = False,  # only the axes after the first must be dense
     may_be_unaligned: bool = False,  # for a kernel that is not specialized on its alignment
 ) -> None:

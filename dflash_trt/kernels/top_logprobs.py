@@ -1,4 +1,5 @@
-"""The most likely tokens of rows of logits with their log probabilities, as `backends/torch/logprobs.py` defines them.
+"""Most likely tokens of rows of logits, with log probabilities, as in `backends/torch/logprobs.py`.
+
 
     tile_top  [rows, tiles]  a tile's largest logits and their columns, its maximum, and the sum of its exponentials
     row_top   [rows]         the largest of all tiles, ties by smaller column, less the logarithm of the row's sum
@@ -17,7 +18,7 @@ from dflash_trt.kernels.sampling_rows import load_logits
 
 @triton.jit
 def largest_left(x, columns, is_left, none):
-    """The largest number and the smallest column that has it; -infinity and `none` where nothing but NaN is left."""
+    """The largest number and its smallest column; -infinity and `none` if only NaN is left."""
     value = tl.max(tl.where(is_left & (x == x), x, float("-inf")), axis=0)
     return value, tl.min(tl.where(is_left & (x == value), columns, none), axis=0)
 

@@ -17,10 +17,13 @@ def score_rows(
     logits: Tensor,  # F [any, V], contiguous
     num_top: int,
     *,
-    rows: Tensor | None = None,  # int64 [M]; None: all
+    rows: Tensor | None = None,  # int64 [M]; None means all
     tokens: Tensor | None = None,  # int64 [M]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Implements `backends.torch.logprobs.ScoreRows`. NaN is no candidate, and makes a row's log probabilities NaN."""
+    """Implements `backends.torch.logprobs.ScoreRows`.
+
+    NaN is never a candidate; its row has NaN as results.
+    """
     assert logits.is_contiguous() and num_top <= MAX_TOP_LOGPROBS
     rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
     num_rows, vocab_size = len(rows), logits.shape[1]

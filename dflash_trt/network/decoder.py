@@ -1,18 +1,13 @@
-"""A stack of pre-norm residual layers, described by data. Knows nothing of drafts, sampling or where state lives."""
+"""A stack of pre-norm residual layers, as data. Knows nothing of drafts, sampling or stored state."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
-from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
-from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.core.model.mla import Mla
-from dflash_trt.network.feed_forward import FeedForward, bind_feed_forward, run_feed_forward
-from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights, bind_gated_delta, run_gated_delta
-from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
-from dflash_trt.network.mixers.mla import MlaWeights, bind_mla, run_mla
+from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
+from dflash_trt.network.feed_forward import FeedForward, bind_feed_forward
+from dflash_trt.network.mixers.base import Mixer, bind_mixer
 from dflash_trt.network.ops import Linear, Ops, Rows, T
 from dflash_trt.network.per_layer_embedding import (
     PerLayerTable,
@@ -23,36 +18,24 @@ from dflash_trt.network.per_layer_embedding import (
     run_per_layer,
 )
 from dflash_trt.network.rank_tensors import RankTensors
-from dflash_trt.network.state import Cache, LatentCache, LayerCache, RecurrentCache
-
-LayerWeights = GqaWeights[T] | MlaWeights[T] | GatedDeltaWeights[T]
+from dflash_trt.network.state import LayerCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer(Generic[T]):
-    """One layer of one rank: `spec` has the sizes of the rank's own part.
-
-    `rope_index` counts distinct rotary embeddings; None in a layer without one.
-    """
+    """One layer of one rank. `rope_index` counts distinct rotary embeddings; None in a layer without one."""
 
     feeds_norms_to_linears: ClassVar[bool] = True  # a factor of the one may move to the other
 
-    spec: LayerSpec
     rope_index: int | None
     attention_norm: T
-    mixer: LayerWeights[T]
+    mixer: Mixer[T]
     mlp_norm: T
     feed_forward: FeedForward[T]
     attention_post_norm: T | None = None
     mlp_post_norm: T | None = None
     output_scale: T | None = None  # [1]
     per_layer: PerLayerWeights[T] | None = None
-
-    @property
-    def attention(self) -> GqaWeights[T]:
-        """The mixer, where it is attention."""
-        assert isinstance(self.mixer, GqaWeights)
-        return self.mixer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,28 +48,40 @@ class TargetWeights(Generic[T]):
     lm_head: Linear[T]
 
 
-def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv: Linear[T] | None = None) -> Layer[T]:
-    """`kv`: see `bind_gqa`."""
-    spec, prefix = decoder.layers[index], f"{decoder.role}.layers.{index}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRun(Generic[T]):
+    """Outputs of the target's layers for the rest of a step.
+
+    Nothing else stays, as long prompts are large.
+    """
+
+    hidden: T  # [N, H], of the last layer
+    taps: Sequence[T]  # [N, H], of the layers that the drafter observes
+    rows: Rows[T]  # that they ran over
+
+
+def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int) -> Layer[T]:
+    """Raises KeyError on a missing tensor."""
+    mixer = decoder.layers[index].mixer.shard(tensors.mapping)
     return Layer(
-        spec=spec.shard(tensors.mapping),
-        rope_index=None if isinstance(spec.mixer, GatedDelta) else decoder.rotaries.index(spec.mixer.rotary),
-        attention_norm=tensors[f"{prefix}.attention_norm"],
-        mixer=_bind_mixer(spec, tensors, prefix, kv),
-        mlp_norm=tensors[f"{prefix}.mlp_norm"],
-        feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
-        attention_post_norm=tensors.find(f"{prefix}.attention_post_norm"),
-        mlp_post_norm=tensors.find(f"{prefix}.mlp_post_norm"),
-        output_scale=tensors.find(f"{prefix}.output_scale"),
-        per_layer=None if spec.per_layer_size is None else bind_per_layer(tensors, prefix),
+        mixer=bind_mixer(mixer, tensors, f"{decoder.role}.layers.{index}"), **bind_around_mixer(tensors, decoder, index)
     )
 
 
-def _bind_mixer(spec: LayerSpec, tensors: RankTensors[T], prefix: str, kv: Linear[T] | None) -> LayerWeights[T]:
-    if isinstance(spec.mixer, Gqa):
-        return bind_gqa(tensors, prefix, spec.mixer.projections, kv=kv)
-    assert kv is None, "only K and V of attention are of several layers"
-    return bind_mla(spec.mixer, tensors, prefix) if isinstance(spec.mixer, Mla) else bind_gated_delta(tensors, prefix)
+def bind_around_mixer(tensors: RankTensors[T], decoder: DecoderSpec, index: int) -> dict[str, Any]:
+    """The fields of a `Layer`, except its mixer."""
+    spec, prefix = decoder.layers[index], f"{decoder.role}.layers.{index}"
+    rotary = spec.mixer.rotary
+    return {
+        "rope_index": None if rotary is None else decoder.rotaries.index(rotary),
+        "attention_norm": tensors[f"{prefix}.attention_norm"],
+        "mlp_norm": tensors[f"{prefix}.mlp_norm"],
+        "feed_forward": bind_feed_forward(spec.feed_forward, tensors, prefix),
+        "attention_post_norm": tensors.find(f"{prefix}.attention_post_norm"),
+        "mlp_post_norm": tensors.find(f"{prefix}.mlp_post_norm"),
+        "output_scale": tensors.find(f"{prefix}.output_scale"),
+        "per_layer": None if spec.per_layer_size is None else bind_per_layer(tensors, prefix),
+    }
 
 
 def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
@@ -130,11 +125,11 @@ def run_layers(
     """Outputs [N, H] of one layer after the other, see `LayerSpec`."""
     eps = spec.rms_norm_eps
     ropes = rope_tables(ops, layers, rows)
-    for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+    for i, (layer, cache, rope) in enumerate(zip(layers, caches, ropes, strict=True)):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        x = _run_mixer(ops, layer, x, rows, cache, ropes, eps)
+        x = layer.mixer.run(ops, x, rows, cache, rope=rope, eps=eps)
         hidden = ops.add(hidden, _normed(ops, ops.all_reduce(x), layer.attention_post_norm, eps))
-        x = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, hidden, layer.mlp_norm, eps)
+        x = layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps)
         hidden = ops.add(hidden, _normed(ops, x, layer.mlp_post_norm, eps))
         if layer.per_layer is not None and per_layer is not None:
             hidden = ops.add(hidden, run_per_layer(ops, layer.per_layer, hidden, per_layer[i], eps))
@@ -153,27 +148,13 @@ def _normed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
     return x if norm is None else ops.rms_norm(x, norm, eps)
 
 
-def _run_mixer(
-    ops: Ops[T], layer: Layer[T], x: T, rows: Rows[T], cache: LayerCache[T], ropes: Sequence[Any], eps: float
-) -> T:
-    mixer = layer.spec.mixer
-    if isinstance(mixer, Gqa):
-        assert isinstance(layer.mixer, GqaWeights) and isinstance(cache, Cache) and layer.rope_index is not None
-        return run_gqa(ops, mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
-    if isinstance(mixer, Mla):
-        assert isinstance(layer.mixer, MlaWeights) and isinstance(cache, LatentCache) and layer.rope_index is not None
-        return run_mla(ops, mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index])
-    assert isinstance(layer.mixer, GatedDeltaWeights) and isinstance(cache, RecurrentCache)
-    return run_gated_delta(ops, mixer, layer.mixer, x, rows, cache, eps=eps)
-
-
 def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[Any]:
-    """One for each distinct rotary embedding, by `Layer.rope_index`."""
-    tables: list[Any] = []
+    """One for each layer, None without RoPE; layers with the same rotary embedding share theirs."""
+    tables: dict[int | None, Any] = {None: None}
     for layer in layers:
-        if not isinstance(layer.spec.mixer, GatedDelta) and layer.rope_index == len(tables):
-            tables.append(ops.rope_table(layer.spec.mixer.rotary, rows.positions))
-    return tables
+        if layer.rope_index not in tables and (rotary := layer.mixer.spec.rotary) is not None:
+            tables[layer.rope_index] = ops.rope_table(rotary, rows.positions)
+    return [tables[layer.rope_index] for layer in layers]
 
 
 def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:

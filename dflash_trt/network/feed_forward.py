@@ -1,34 +1,65 @@
 """Feed-forward kinds: a dense gated MLP, a mixture of experts."""
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
 from dflash_trt.core.model.feed_forward import OWN_NORMS, Dense, Moe
 from dflash_trt.network.ops import Experts, Linear, Ops, StackedExperts, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
+class FeedForward(Protocol[T]):
+    """One layer's feed-forward over the weights of a rank, a frozen dataclass."""
+
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
+        """[N, H], which `norm` norms -> [N, H], summed over the ranks."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp(Generic[T]):
     """gate_up is [gate; up] rows."""
 
+    activation: str  # see `Dense`
     gate_up: Linear[T]
     down: Linear[T]
 
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
+        return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
+
+    def part(self, ops: Ops[T], x: T) -> T:
+        """Normed [N, H] -> [N, H] of one rank: to be summed."""
+        activate = ops.gelu_mul if self.activation == "gelu_tanh" else ops.silu_mul
+        return ops.linear(activate(ops.linear(x, self.gate_up)), self.down)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedExperts(Generic[T]):
-    """Experts, and an MLP for every token beside them."""
+class RoutedExperts(Generic[T]):
+    """Experts, and an MLP that every token goes through in addition, if the model has one."""
 
+    spec: Moe
     experts: Experts[T]
-    shared: Mlp[T]
-    gate: Linear[T] | None
+    shared: Mlp[T] | None
+    shared_gate: Linear[T] | None
+
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
+        return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
+
+    def part(self, ops: Ops[T], x: T) -> T:
+        """See `Mlp.part`."""
+        if self.shared is None:
+            return ops.moe(x, self.experts, self.spec)
+        shared = self.shared.part(ops, x)
+        if self.shared_gate is not None:
+            shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate))
+        return ops.add(ops.moe(x, self.experts, self.spec), shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormedExperts(Generic[T]):
     """Experts and an MLP for every token, see `Moe.has_own_norms`."""
 
+    spec: Moe
     experts: Experts[T]
     shared: Mlp[T]
     router_norm: T
@@ -36,25 +67,31 @@ class NormedExperts(Generic[T]):
     experts_post_norm: T
     shared_post_norm: T
 
-
-FeedForward = Mlp[T] | Experts[T] | SharedExperts[T] | NormedExperts[T]
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
+        shared = self.shared.run(ops, hidden, norm, eps)
+        routed = ops.scale(ops.rms_norm(hidden, self.router_norm, eps), self.spec.router_input_scale)
+        x = ops.rms_norm(hidden, self.experts_norm, eps)
+        chosen = ops.all_reduce(ops.moe(x, self.experts, self.spec, routed))
+        normed = ops.rms_norm(shared, self.shared_post_norm, eps)
+        return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
 
 
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> FeedForward[T]:
+    """Raises KeyError on a missing tensor."""
     if isinstance(spec, Dense):
-        return _bind_mlp(tensors, prefix)
+        return _bind_mlp(spec, tensors, prefix)
     experts = _bind_experts(spec, tensors, prefix)
-    if spec.shared_size is None:
-        return experts
-    if spec.has_own_norms:
+    shared = None if spec.shared is None else _bind_mlp(spec.shared, tensors, f"{prefix}.shared")
+    if shared is not None and spec.has_own_norms:
         norms = {norm: tensors[f"{prefix}.{norm}"] for norm in OWN_NORMS}
-        return NormedExperts(experts=experts, shared=_bind_mlp(tensors, f"{prefix}.shared"), **norms)
+        return NormedExperts(spec=spec, experts=experts, shared=shared, **norms)
     gate = tensors.linear(f"{prefix}.shared_gate") if spec.has_shared_gate else None
-    return SharedExperts(experts=experts, shared=_bind_mlp(tensors, f"{prefix}.shared"), gate=gate)
+    return RoutedExperts(spec=spec, experts=experts, shared=shared, shared_gate=gate)
 
 
-def _bind_mlp(tensors: RankTensors[T], prefix: str) -> Mlp[T]:
-    return Mlp(gate_up=tensors.linear(f"{prefix}.gate_up"), down=tensors.summed_linear(f"{prefix}.down"))
+def _bind_mlp(spec: Dense, tensors: RankTensors[T], prefix: str) -> Mlp[T]:
+    gate_up, down = tensors.linear(f"{prefix}.gate_up"), tensors.summed_linear(f"{prefix}.down")
+    return Mlp(activation=spec.activation, gate_up=gate_up, down=down)
 
 
 def _bind_experts(spec: Moe, tensors: RankTensors[T], prefix: str) -> Experts[T]:
@@ -69,52 +106,3 @@ def _bind_experts(spec: Moe, tensors: RankTensors[T], prefix: str) -> Experts[T]
         choice_bias=tensors.find(f"{prefix}.router_choice_bias"),
         expert_scales=tensors.find(f"{prefix}.expert_scales"),
     )
-
-
-def run_feed_forward(
-    ops: Ops[T],
-    spec: Dense | Moe,
-    weights: FeedForward[T],
-    hidden: T,  # [N, H]
-    norm: T,
-    eps: float,
-) -> T:  # [N, H], summed over the ranks
-    x = ops.rms_norm(hidden, norm, eps)
-    if isinstance(weights, NormedExperts):
-        assert isinstance(spec, Moe)
-        return _run_normed_experts(ops, spec, weights, hidden, x, eps)
-    return ops.all_reduce(_run_part(ops, spec, weights, x))
-
-
-def _run_normed_experts(
-    ops: Ops[T], spec: Moe, weights: NormedExperts[T], hidden: T, x: T, eps: float
-) -> T:  # [N, H], summed over the ranks
-    shared = ops.all_reduce(run_mlp(ops, weights.shared, x, spec.activation))
-    routed = ops.scale(ops.rms_norm(hidden, weights.router_norm, eps), spec.router_input_scale)
-    chosen = ops.all_reduce(ops.moe(ops.rms_norm(hidden, weights.experts_norm, eps), weights.experts, spec, routed))
-    normed = ops.rms_norm(shared, weights.shared_post_norm, eps)
-    return ops.add(normed, ops.rms_norm(chosen, weights.experts_post_norm, eps))
-
-
-def _run_part(
-    ops: Ops[T],
-    spec: Dense | Moe,
-    weights: Mlp[T] | Experts[T] | SharedExperts[T],
-    x: T,  # [N, H], normed
-) -> T:  # [N, H], of one rank: to be summed
-    if isinstance(weights, SharedExperts):
-        assert isinstance(spec, Moe)
-        shared = run_mlp(ops, weights.shared, x)
-        if weights.gate is not None:
-            shared = ops.sigmoid_mul(shared, ops.linear(x, weights.gate))
-        return ops.add(ops.moe(x, weights.experts, spec), shared)
-    if isinstance(weights, Experts):
-        assert isinstance(spec, Moe)
-        return ops.moe(x, weights, spec)
-    assert isinstance(spec, Dense)
-    return run_mlp(ops, weights, x, spec.activation)
-
-
-def run_mlp(ops: Ops[T], weights: Mlp[T], x: T, activation: str = "silu") -> T:
-    activate = ops.gelu_mul if activation == "gelu_tanh" else ops.silu_mul
-    return ops.linear(activate(ops.linear(x, weights.gate_up)), weights.down)

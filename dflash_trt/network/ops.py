@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear(Generic[T]):
-    """y = x @ weight.T + bias; weight [out, in], bias [out]. A quantized weight also says how x is quantized.
+    """y = x @ weight.T + bias; weight [out, in], bias [out].
 
-    The linear of a layer's experts has [E, out, in] and [E, out].
+    A quantized weight also says how to quantize x. The linear of a layer's experts has [E, out, in] and [E, out].
     """
 
     weight: T | QuantizedWeight[T]
     bias: T | None = None
-    name: str = ""  # of the canonical weight
-    first_row: int = 0  # of the canonical weight, for a slice of it
+    name: str = ""  # the canonical weight's
+    first_row: int = 0  # in the canonical weight, for a slice of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(Generic[T]):
     """The MLP of a layer with experts of F features. A backend may hold them in a form of its own.
 
-    Of the experts that the router knows, a rank holds `num_experts` from `first_expert` on.
+    A rank holds `num_experts` of the router's experts, from `first_expert` on.
     """
 
     router: Linear[T]
@@ -51,7 +51,7 @@ class Experts(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedExperts(Experts[T]):
-    """As an engine stores them: linear layers whose weights and biases have an axis of experts before the others.
+    """Experts as an engine stores them: linear layers with a leading axis of experts.
 
     gate_up [E, 2F, H] has gate rows above up rows, down is [E, H, F].
     """
@@ -62,7 +62,7 @@ class StackedExperts(Experts[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs(SamplingColumns[T]):
-    """The input tensors of `core/step_spec.STEP_INPUTS`, same names; the columns of sampling are inherited."""
+    """The input tensors of `core/step_spec.STEP_INPUTS`, same names; sampling columns are inherited."""
 
     token_ids: T
     positions: T
@@ -71,13 +71,13 @@ class StepInputs(SamplingColumns[T]):
     page_table: T
     logit_rows: T
     num_candidates: T
-    choices: T | None = None  # of steps that verify no drafts, or none that were drawn
-    chances: T | None = None
+    draft_topk_ids: T | None = None  # None in steps without drafts to verify by rejection sampling
+    draft_topk_probs: T | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaParameters(Generic[T]):
-    """Parameters of a gated delta net of hv value heads, beside its projections; it decays at rates e^log_rate."""
+    """Gated delta net of hv value heads: parameters besides projections. It decays at rates e^log_rate."""
 
     conv: T  # [channels, conv_size]
     log_rate: T  # float32 [hv]
@@ -100,9 +100,9 @@ class Acceptance(Generic[T]):
 class Rows(Generic[T]):
     """Rows of tokens [N] that a mixer runs over, and the requests they belong to.
 
-    `token_offsets` None: as many rows for every request. `keeps_kv`: K/V of the rows are state, written to the pages at
-    `positions`; otherwise the rows stand behind the first `context_lens` positions of the pages and their K/V live for
-    one call only. `index` is what the backend worked out from the others, opaque to the network.
+    `token_offsets` None means equally many rows for every request. `keeps_kv`: K/V of the rows are state, written to
+    the pages at `positions`; otherwise the rows follow the first `context_lens` positions of the pages and their K/V
+    live for one call only. `index` is derived from the others by the backend, opaque to the network.
     """
 
     positions: T  # int32 [N]
@@ -123,9 +123,9 @@ class TokenBlocks(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codebooks(Generic[T]):
-    """How well token b follows token a where the hidden state is h [r]: the sum of predecessor[a] * h * successor[b].
+    """Scores of token b after token a at hidden state h [r]: the sum of predecessor[a] * h * successor[b].
 
-    A slot has a choice of its `top_k` most likely tokens.
+    A slot chooses among its `top_k` most likely tokens.
     """
 
     predecessor: T  # [V, r]
@@ -135,12 +135,12 @@ class Codebooks(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvDestination(Generic[T]):
-    """Where a layer's K and V go, and what is done to K before: normed where there is a norm, and rotated."""
+    """Destination of a layer's K and V, and the preparation of K: normed if there is a norm, and rotated."""
 
     cache: Cache[T]
     k_norm: T | None
     eps: float
-    rope: Any  # of `Ops.rope_table`
+    rope: Any  # from `Ops.rope_table`
 
 
 class Ops(Protocol[T]):
@@ -151,15 +151,19 @@ class Ops(Protocol[T]):
         ...
 
     def embedding(self, table: T, token_ids: T, scale: float = 1.0) -> T:
-        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, as transformers does it."""
+        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, like transformers."""
         ...
 
     def linear(self, x: T, linear: Linear[T]) -> T:
         """[N, in] -> [N, out]."""
         ...
 
-    def rms_norm(self, x: T, weight: T | None, eps: float) -> T:
-        """Over the last axis, fp32 inside, back to x's dtype. Without a weight: as if it were ones."""
+    def rms_norm(self, x: T, weight: T, eps: float) -> T:
+        """Over the last axis, fp32 inside, back to x's dtype."""
+        ...
+
+    def unweighted_rms_norm(self, x: T, eps: float) -> T:
+        """`rms_norm` without a weight."""
         ...
 
     def joint_rms_norm(self, x: T, weight: T, eps: float) -> T:
@@ -191,10 +195,10 @@ class Ops(Protocol[T]):
         ...
 
     def moe(self, x: T, experts: Experts[T], moe: Moe, routed: T | None = None) -> T:
-        """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed as the router weighs them.
+        """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed by router weight.
 
-        The router reads `routed` [N, H], where it is given, in the place of x.
-        A row's result does not depend on the other rows, except for the rounding of a GEMM of another height.
+        The router reads `routed` [N, H] instead of x, if given. A row's result does not depend on the other rows,
+        except for the rounding of a GEMM of another height.
         """
         ...
 
@@ -233,11 +237,11 @@ class Ops(Protocol[T]):
     def attend(
         self, q: T, k: T | None, v: T | None, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None
     ) -> T:
-        """Attend q [N, heads, D] over the pages of each row's request and over the rows' own k, v [N, kv_heads, D].
+        """Attend q [N, heads, D] over the pages of each row's request and the rows' k, v [N, kv_heads, D].
 
         Rows that keep their K/V write them first; without k and v, an earlier layer has written them. Scores are scaled
-        by `gqa.score_scale`, capped by `gqa.softcap` and masked by `gqa.mask`.
-        `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
+        by `gqa.score_scale`, capped by `gqa.softcap` and masked by `gqa.mask`. `sinks` [heads] are logits in the
+        softmax's denominator that have no value. Returns [N, heads * D].
         """
         ...
 
@@ -248,7 +252,7 @@ class Ops(Protocol[T]):
     def attend_latent(
         self, q_nope: T, q_rope: T, latents: T, k_rope: T, kv_b: T, rows: Rows[T], cache: LatentCache[T], mla: Mla
     ) -> T:
-        """Attend q [N, heads, nope_dim] and [N, heads, rope_dim] over latents, as `core/model/mla.py` defines it.
+        """Attend q [N, heads, nope_dim] and [N, heads, rope_dim] over latents: see `core/model/mla.py`.
 
         The rows' own `latents` [N, latent_dim] and k_rope [N, 1, rope_dim] are written to their pages first. `kv_b` has
         this rank's factors, [heads * (nope_dim + v_head_dim), latent_dim]. Returns [N, heads * v_head_dim].
@@ -282,13 +286,13 @@ class Ops(Protocol[T]):
     def sample_and_accept(self, logits: T) -> Acceptance[T]:
         """[R*(K+1), V] at logit_rows -> the target's own tokens, compared with the candidates.
 
-        The candidate after row j is the step's token at logit_rows[j] + 1, for j < num_candidates. One that was drawn
-        apart is the row's token if it passes its test (`backends/torch/rejection.py`).
+        The candidate after row j is the step's token at logit_rows[j] + 1, for j < num_candidates. With
+        rejection sampling it is the row's token if it is accepted (`backends/torch/rejection.py`).
         """
         ...
 
     def token_blocks(self, acceptance: Acceptance[T], *, fill: int) -> TokenBlocks[T]:
-        """A block [bonus token, fill x K] behind the accepted tokens of every request; its K/V are not kept."""
+        """A block [bonus token, fill x K] after the accepted tokens of every request; its K/V are not kept."""
         ...
 
     def chain_blocks(self, acceptance: Acceptance[T], drafts: Sequence[T]) -> TokenBlocks[T]:
@@ -296,9 +300,9 @@ class Ops(Protocol[T]):
         ...
 
     def previous_rows(self, x: T, rows: Rows[T], cache: RowCache[T]) -> T:
-        """The row of x [T, H] at the position before, of the step's own tokens; zeros at position 0.
+        """The row of x [T, H] at the previous position, for the step's own tokens; zeros at position 0.
 
-        The rows of x become those of their positions in the pages, which a request's first row of a later step reads.
+        The rows of x are stored at their positions in the pages, for a request's first row of a later step.
         """
         ...
 
@@ -319,29 +323,29 @@ class Ops(Protocol[T]):
         ...
 
     def draft_tokens(
-        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, num_choices: int, first_slot: int = 1
+        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, draft_topk: int, first_slot: int = 1
     ) -> Proposal[T]:
         """The token of every slot of the blocks from `first_slot` on, of logits [R*K, V]: ids of the target.
 
         The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
-        position (`backends/torch/philox.py`); of a request that draws drafts apart, a sample of the `num_choices`
+        position (`backends/torch/philox.py`); with rejection sampling, a sample of the `draft_topk`
         largest. `draft_to_target` [V] are the target's ids of a draft vocabulary.
         """
         ...
 
     def block_conv(self, x: T, filters: T, base: T) -> T:
-        """Causal convolution over the slots of each block, whose first has none before it: [R*S, H] -> [R*S, H].
+        """Causal convolution over the slots of each block, which starts without history: [R*S, H] -> [R*S, H].
 
-        Channel c of slot p is the sum over j < J of (base[j, c] + filters[p, j, group of c]) * x[p - j, c]; base
-        [1, J, H], filters [R*S, J * groups].
+        Channel c of slot p is the sum over j < J of (base[j, c] + filters[p, j, group of c]) * x[p - j, c]; base [1, J,
+        H], filters [R*S, J * groups].
         """
         ...
 
     def select_tokens(self, logits: T, hidden: T, codebooks: Codebooks[T], acceptance: Acceptance[T]) -> Proposal[T]:
-        """As `draft_tokens`, one slot after the other: the scores of a slot depend on the token of the slot before.
+        """As `draft_tokens`, one slot after the other: a slot's scores depend on the previous slot's token.
 
-        logits [R*K, V], hidden [R*K, r]. A score is a token's logit and what the codebooks add behind the token before
-        it, for slot 1 the bonus token. Noise is that of `draft_tokens`, on the scores.
+        logits [R*K, V], hidden [R*K, r]. A score is a token's logit plus the codebooks' score after the previous token,
+        for slot 1 the bonus token. Noise is as in `draft_tokens`, on the scores.
         """
         ...
 

@@ -1,4 +1,7 @@
-"""Per-layer embeddings: a layer adds a projection of its own part of a second embedding, see `PerLayerEmbedding`."""
+"""Per-layer embeddings: a layer adds a projection of its own part of a second embedding.
+
+See `PerLayerEmbedding`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ class PerLayerTable(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayerWeights(Generic[T]):
-    """Of one layer."""
+    """Weights of one layer."""
 
     gate: Linear[T]  # [P, H]
     projection: Linear[T]  # [H, P]

@@ -1,4 +1,4 @@
-"""What a drafter proposes: drafts, and for each what it was drawn from."""
+"""A drafter's proposal: drafts, and the top-k candidates that each was sampled from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal(Generic[T]):
-    """Drafts behind the bonus token of every request.
+    """Drafts after the bonus token of every request.
 
-    A draft of a request whose `draft_stream` is not 0 was drawn from C `choices`, distinct tokens of the target, by
-    their `chances`, which sum to 1; or they are 0, where the logits gave no distribution and the draft is no sample.
-    Those of other requests mean nothing. None where no request of the step has any.
+    With `draft_stream` not 0, a request's draft is sampled from C `draft_topk_ids`, distinct tokens of the target, by
+    their `draft_topk_probs`, which sum to 1; they are 0 where the logits gave no distribution and the draft is no
+    sample. For other requests both are undefined. None if no request of the step uses them.
     """
 
     tokens: T  # int32 [R, K]
-    choices: T | None = None  # int32 [R, K*C], those of one draft behind those of another
-    chances: T | None = None  # float32 [R, K*C]
+    draft_topk_ids: T | None = None  # int32 [R, K*C], draft by draft
+    draft_topk_probs: T | None = None  # float32 [R, K*C]
 
 
 class _Concat(Protocol[T]):
@@ -26,12 +26,12 @@ class _Concat(Protocol[T]):
 
 
 def joined(ops: _Concat[T], proposals: Sequence[Proposal[T]]) -> Proposal[T]:
-    """The drafts of a chain, one behind another: all of them have choices, or none."""
-    choices = [proposal.choices for proposal in proposals if proposal.choices is not None]
-    chances = [proposal.chances for proposal in proposals if proposal.chances is not None]
-    assert len(choices) == len(chances) and len(choices) in (0, len(proposals))
+    """The drafts of a chain, concatenated: all of them have candidates, or none."""
+    draft_topk_ids = [proposal.draft_topk_ids for proposal in proposals if proposal.draft_topk_ids is not None]
+    draft_topk_probs = [proposal.draft_topk_probs for proposal in proposals if proposal.draft_topk_probs is not None]
+    assert len(draft_topk_ids) == len(draft_topk_probs) and len(draft_topk_ids) in (0, len(proposals))
     return Proposal(
         tokens=ops.concat([proposal.tokens for proposal in proposals]),
-        choices=ops.concat(choices) if choices else None,
-        chances=ops.concat(chances) if chances else None,
+        draft_topk_ids=ops.concat(draft_topk_ids) if draft_topk_ids else None,
+        draft_topk_probs=ops.concat(draft_topk_probs) if draft_topk_probs else None,
     )

@@ -28,6 +28,9 @@ class RankTensors(Generic[T]):
     def __getitem__(self, name: str) -> T:
         return self.plain[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.plain or name in self.quantized
+
     def find(self, name: str) -> T | None:
         return self.plain.get(name)
 
@@ -54,22 +57,29 @@ class RankTensors(Generic[T]):
         return Linear(weight=weight, bias=bias, name=linear.name, first_row=start)
 
 
+def parts_of(weights: Any) -> dict[str, Any]:
+    """Fields of a dataclass by name: for one with more of them."""
+    return {item.name: getattr(weights, item.name) for item in fields(weights)}
+
+
 def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> _Weights:
-    """The same weights with every Linear, however deep, replaced by `change` of it; tensors stay as they are."""
+    """The same weights with every Linear, however deep, replaced by `change` of it.
+
+    Tensors stay unchanged.
+    """
     return map_parts(weights, Linear, change)
 
 
-def map_parts(weights: _Weights, kind: type[_Part], change: Callable[[_Part], _Part]) -> _Weights:
+def map_parts(weights: _Weights, kind: type[_Part], change: Callable[[_Part], Any]) -> _Weights:
     """The same for parts of any kind, outermost first."""
     return cast(_Weights, _mapped(weights, kind, change))
 
 
-def _mapped(value: Any, kind: type[_Part], change: Callable[[_Part], _Part]) -> Any:
+def _mapped(value: Any, kind: type[_Part], change: Callable[[_Part], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple):
         return tuple(_mapped(item, kind, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {item.name: _mapped(getattr(value, item.name), kind, change) for item in fields(value)}
-        return replace(value, **changes)
+        return replace(value, **{name: _mapped(part, kind, change) for name, part in parts_of(value).items()})
     return value

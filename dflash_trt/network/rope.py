@@ -1,4 +1,4 @@
-"""RoPE frequencies from a RopeSpec, in plain Python, so that every backend turns the same numbers into a table.
+"""RoPE frequencies from a RopeSpec, in plain Python: every backend's table has the same numbers.
 
 Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference), yarn (arXiv 2309.00071), longrope (arXiv
 2402.13753) and proportional (Gemma 4), with the same corner cases as `transformers.modeling_rope_utils`, against which
@@ -13,7 +13,7 @@ from dflash_trt.core.model.rope import RopeSpec, Rotary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeFrequencies:
-    """`inv_freq[i]` is the angle per position of the pair (i, i + D/2); `amplitude` multiplies cos and sin."""
+    """`inv_freq[i]` is the angle per position of pair (i, i + D/2); `amplitude` multiplies cos and sin."""
 
     inv_freq: tuple[float, ...]
     amplitude: float

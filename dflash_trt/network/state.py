@@ -1,10 +1,10 @@
-"""The state of an engine as the network sees it: a backend's tensors beside the specs that they follow."""
+"""Engine state in the network's terms: a backend's tensors with their specs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dflash_trt.core.state_spec import PagedKv, PagedLatent, PagedRows, Recurrent
+from dflash_trt.core.state_spec import PagedKv, PagedLatent, PagedRows, PagedState, Recurrent
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ class LatentCache(Generic[T]):
 
     tensor: T
     spec: PagedLatent
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class RecurrentCache(Generic[T]):
 
 PagedCache = Cache[T] | LatentCache[T]
 LayerCache = PagedCache[T] | RecurrentCache[T]
+
+
+def paged_cache(tensor: T, spec: PagedState, group: int) -> PagedCache[T]:
+    """Pages of this state; see `Cache`."""
+    return Cache(tensor, spec, group) if isinstance(spec, PagedKv) else LatentCache(tensor, spec, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +62,15 @@ class StepState(Generic[T]):
     target_kv: Sequence[LayerCache[T]]
     draft_kv: Sequence[Cache[T]]
     draft_features: RowCache[T] | None = None
+
+    @property
+    def pages(self) -> list[T]:
+        """Pages of every layer, the target's first."""
+        caches = (*self.target_kv, *self.draft_kv)
+        return [cache.tensor for cache in caches if not isinstance(cache, RecurrentCache)]
+
+    @property
+    def slots(self) -> list[T]:
+        """Parts of every recurrent state."""
+        caches = [cache for cache in self.target_kv if isinstance(cache, RecurrentCache)]
+        return [tensor for cache in caches for tensor in cache.tensors.values()]

@@ -11,9 +11,9 @@ from typing import Generic, Protocol
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetWeights, bind_target, last_of, logits_of, run_target
+from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_target, last_of, logits_of, run_target
 from dflash_trt.network.drafters.base import Drafter, bind_drafter
-from dflash_trt.network.ops import Acceptance, Ops, Rows, StepInputs, T
+from dflash_trt.network.ops import Acceptance, Ops, StepInputs, T
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
@@ -43,7 +43,7 @@ class LogitsReader(Protocol[T]):
 
     @property
     def prompt_parts(self) -> Sequence[T]:
-        """int32 [M, 1] each: tokens of prompts whose logits are wanted, so many at a time."""
+        """int32 [M, 1] each: prompt tokens whose logits are wanted, in parts."""
         ...
 
     def read(self, logits: T) -> None:
@@ -78,20 +78,11 @@ def run_step(
 ) -> StepOutputs[T]:
     """Target forward, sample and accept, observe, propose: in this order, with no host in between.
 
-    `reader` is shown the logits of steps that give more log probabilities than those of the emitted tokens.
+    `reader` reads the logits of steps that return more log probabilities than the emitted tokens'.
     """
     target = run_layers(ops, network, inputs, state)
     acceptance = _accept(ops, network, inputs, target.hidden, reader)
     return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetRun(Generic[T]):
-    """What the target's layers leave for the rest of a step, and no more, as outputs of long prompts are large."""
-
-    hidden: T  # [N, H], of the last layer
-    taps: Sequence[T]  # [N, H], of the layers that the drafter observes
-    rows: Rows[T]  # that they ran over
 
 
 def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:
@@ -109,7 +100,10 @@ def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: S
 def _accept(
     ops: Ops[T], network: Network[T], inputs: StepInputs[T], hidden: T, reader: LogitsReader[T] | None
 ) -> Acceptance[T]:
-    """Sample after the last layer's `hidden` [N, H]. The logits end here: the drafter's memory is counted without."""
+    """Sample after the last layer's `hidden` [N, H].
+
+    The logits are freed here: the drafter's memory is counted without them.
+    """
     logits = logits_at(ops, network, hidden, inputs.logit_rows)
     if reader is not None:
         read_logits(ops, network, reader, logits, hidden)
@@ -122,7 +116,7 @@ def logits_at(ops: Ops[T], network: Network[T], hidden: T, token_rows: T) -> T:
 
 
 def read_logits(ops: Ops[T], network: Network[T], reader: LogitsReader[T], logits: T, hidden: T | None) -> None:
-    """Show `reader` the logits of a step; those of prompts follow from `hidden` [N, H]."""
+    """Pass the logits of a step to `reader`; logits of prompts follow from `hidden` [N, H]."""
     reader.read(logits)
     for token_rows in reader.prompt_parts:
         assert hidden is not None
@@ -143,7 +137,7 @@ def run_drafter(
     drafter = network.drafter
     if drafter is None:
         return StepOutputs(acceptance=acceptance, proposal=None)
-    drafter.observe(ops, inputs.token_ids, target.taps, target.rows, acceptance, state)
+    drafter.observe(ops, inputs.token_ids, target, acceptance, state)
     proposal = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
     return StepOutputs(acceptance=acceptance, proposal=proposal)
 

@@ -1,1 +1,1 @@
-"""Whether an engine fits a GPU, and how fast its step could be at best: arithmetic over its config, without tensors."""
+"""Does an engine fit a GPU, and how fast can a step be? Arithmetic over its config, without tensors."""

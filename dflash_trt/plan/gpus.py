@@ -9,7 +9,7 @@ Peaks are dense: a datasheet that says "with sparsity" gives twice as much. Boar
 - H100, H200: nvidia.com/en-us/data-center/h100 and /h200 (3.35 and 4.8 TB/s, 989 and 1979 TFLOPS, NVLink 900 GB/s)
 - B200: nvidia.com/en-us/data-center/hgx, an eighth of HGX B200 (64 TB/s, 18, 36 and 72 PFLOPS, NVLink 14.4 TB/s)
 - B300: the same page, an eighth of HGX B300 (64 TB/s, 18, 36 and 105 PFLOPS, NVLink 14.4 TB/s)
-- multiprocessors: `multi_processor_count` of the same boards; B300's is that of the full chip
+- multiprocessors: `multi_processor_count` of the same boards; B300's is the full chip's
   (developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era)
 """
 
@@ -23,17 +23,17 @@ import numpy as np
 from dflash_trt.core.errors import ConfigError
 
 _MAX_GIB = 1 << 20
-PLAIN_BITS: Final = 16  # of unquantized operands
+PLAIN_BITS: Final = 16  # unquantized operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU, or another machine that computes a rank. Without a bandwidth only its memory is known.
 
-    `peak_flops` are FLOPs per second by the bits of an operand, 32 (float32), 16 (bfloat16), 8 (FP8) or 4 (FP4); one
-    that lacks a width computes in the next wider one. `read_bytes_per_s` is the bandwidth by the bytes that are read
-    again and again, of a machine whose caches hold a small model. `plain_weight_bits` is how wide it keeps unquantized
-    weights, None: as they are stored (a CPU keeps float32 weights that bfloat16 holds exactly in 16 bits).
+    `peak_flops` are FLOPs per second by the bits of an operand, 32 (float32), 16 (bfloat16), 8 (FP8) or 4 (FP4); a
+    width it lacks runs at the next wider one. `read_bytes_per_s` is the bandwidth by the size of a working set that is
+    read repeatedly, for a machine whose caches hold a small model. `plain_weight_bits` is the width of unquantized
+    weights in memory; None means as stored (a CPU keeps float32 weights that bfloat16 holds exactly in 16 bits).
     """
 
     name: str
@@ -47,7 +47,7 @@ class Gpu:
     plain_weight_bits: int | None = None
 
     def flops_of(self, bits: int) -> float:
-        """The peak for operands of so many bits."""
+        """The peak for operands of `bits` bits."""
         return self.peak_flops[min(width for width in self.peak_flops if width >= bits)]
 
     @property
@@ -55,7 +55,7 @@ class Gpu:
         """Bytes per second between ranks.
 
         Raises:
-            ConfigError: it has no links, or nobody measured them.
+            ConfigError: it has no links, or they were not measured.
         """
         if self.link_bytes_per_s is None:
             hint = "Plan one rank, or write link_bytes_per_s into the machine file."
@@ -63,7 +63,7 @@ class Gpu:
         return self.link_bytes_per_s
 
     def read_rate(self, num_bytes: float) -> float:
-        """Bytes per second of a step that reads so many; between two measured sizes linear in the logarithm."""
+        """Bytes per second of a step that reads `num_bytes`; log-linear between two measured sizes."""
         assert self.bytes_per_s is not None
         known = sorted(self.read_bytes_per_s.items())
         if not known or num_bytes >= known[-1][0]:
@@ -72,13 +72,13 @@ class Gpu:
         return float(rate)
 
     def kept_bytes(self, num_bytes: float, num_elements: float, format_name: str | None) -> float:
-        """Of weights that an engine stores in so many bytes."""
+        """Bytes in memory of weights that an engine stores in `num_bytes`."""
         if format_name is not None or self.plain_weight_bits is None:
             return num_bytes
         return min(num_bytes, num_elements * self.plain_weight_bits / 8)
 
     def operand_bits(self, format_name: str | None) -> int:
-        """Bits of a GEMM's operands: those of the codes where activations are quantized, else of the activations."""
+        """Bits of a GEMM's operands: of the codes if activations are quantized, else of the activations."""
         if format_name is None:
             return PLAIN_BITS
         from dflash_trt.formats.registry import weight_format
@@ -135,8 +135,13 @@ GPUS: Final[tuple[Gpu, ...]] = (
 )
 
 
+def named_like(name: str) -> Gpu | None:
+    """The GPU of a driver's name, such as NVIDIA H100 80GB HBM3."""
+    return next((gpu for gpu in GPUS if gpu.name in name.lower().split()), None)
+
+
 def gpu_of(word: str) -> Gpu:
-    """The GPU of a name, or one with so many GiB.
+    """The GPU of a name, or a GPU with this many GiB.
 
     Raises:
         ConfigError: neither a known name nor a size.

@@ -1,4 +1,4 @@
-"""Machine files: rates and costs that `dflash-trt bench machine` measured, as JSON whose keys carry their units."""
+"""Machine files: measurements of `dflash-trt bench machine`, as JSON whose keys carry their units."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Rates = Annotated[dict[int, _Positive], Field(min_length=1)]
 
 
 class MachineFile(Frozen):
-    """One machine that computes a rank. `how` says what was measured, with which versions, threads and clock.
+    """One machine that computes a rank. `how` describes the measurement: versions, threads and clock.
 
-    `copy_bytes_per_s` counts bytes read and written; by working set it holds for steps that read so many bytes.
-    `peak_flops_per_s` is by the bits of an operand. `costs` None: floors alone were measured.
+    `copy_bytes_per_s` counts bytes read and written; by working set it holds for steps that read as many bytes.
+    `peak_flops_per_s` is by the bits of an operand. `costs` None means that only floors were measured.
     """
 
     machine_file_version: Literal[1] = MACHINE_FILE_VERSION

@@ -1,4 +1,4 @@
-"""The plan of an engine on GPUs of one kind: the memory of each rank, the pages that fit, and what is missing.
+"""The plan of an engine on equal GPUs: each rank's memory, the pages that fit, and memory lacking.
 
 Weights, pages and limits come from the functions of a build and of an opened engine, so that they are the same numbers.
 """
@@ -33,13 +33,16 @@ from dflash_trt.plan.step_floor import Step, StepFloor, step_floor
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """A described engine with a GPU for each rank. `pages` is None where one sequence of max_seq_len has no room."""
+    """A described engine with a GPU for each rank.
+
+    `pages` is None if one max_seq_len sequence does not fit.
+    """
 
     engine: EngineDescription
     gpu: Gpu
     memory: RankMemory
     pages: PagePlan | None
-    free_fraction: float  # of `free_bytes`, for pages
+    free_fraction: float  # share of `free_bytes` for pages
     notes: tuple[str, ...]
 
     @property
@@ -68,8 +71,10 @@ class EnginePlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Memory that each GPU lacks: for the pages of one sequence of max_seq_len beside all slots, or for the largest
-        step beside the pages, which take their fraction of what is free, and no more than full batches need.
+        """Memory that each GPU lacks, for the pages of one max_seq_len sequence or for the largest step.
+
+        The former come in addition to all slots; the latter in addition to the pages, which take their fraction of the
+        free memory, and no more than full batches need.
         """
         after = self.memory.after_pages_bytes
         full_bytes = self.full_batch_bytes + self.slot_bytes + self._max_snapshot_bytes
@@ -79,7 +84,7 @@ class EnginePlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Recurrent states of all slots, that of padding included, on each rank."""
+        """Recurrent states of all slots, including the padding slot, on each rank."""
         return self.pretrained_config.states().bytes_per_slot * (self.build_config.max_batch_size + 1)
 
     @property
@@ -113,7 +118,7 @@ class EnginePlan:
         return -(-num_tokens // self.build_config.page_size)
 
     def max_requests(self, context_len: int) -> int:
-        """Requests of so many tokens that run together."""
+        """Requests of `context_len` tokens that can run together."""
         pages = self.pages
         if pages is None:
             return 0
@@ -159,7 +164,7 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
 
 
 def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
-    """What pages cost that every rank holds whole."""
+    """Cost of pages that every rank holds in full."""
     states, num_ranks = config.states(), config.mapping.tp_size
     if states.replicated_bytes_per_token and num_ranks > 1:
         copied, whole = states.replicated_bytes_per_token / 1024, states.bytes_per_token / 1024
@@ -170,7 +175,7 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _refusals(config: PretrainedConfig) -> Iterator[str]:
-    """What opening the engine on a GPU would say."""
+    """Errors that opening the engine on a GPU would raise."""
     from dflash_trt.backends.cuda.backend import model_problems
 
     for problem in model_problems(config.target, config.draft):

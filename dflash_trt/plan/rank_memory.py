@@ -13,8 +13,6 @@ from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.logprobs import LOGPROBS_ROWS
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
-from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS
@@ -23,7 +21,7 @@ from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
 from dflash_trt.kernels.launch_rules import MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
-# What a process takes for CUDA's context, loaded kernels and cuBLAS before any weight: an assumption, not measured.
+# CUDA's context, loaded kernels and cuBLAS, before any weight: an assumption, not measured.
 CONTEXT_BYTES: Final = 1 << 30
 _LARGEST_ATTENTION_TILE: Final = 128
 
@@ -46,7 +44,7 @@ class RankMemory:
 
     @property
     def before_pages_bytes(self) -> int:
-        """What is taken when the pages are planned."""
+        """Memory in use when the pages are planned."""
         return self.context_bytes + self.weights_bytes + (self._of_steps if self.has_pages_last else 0)
 
     @property
@@ -60,7 +58,7 @@ class RankMemory:
 
 def executor_limits(config: PretrainedConfig, limits: EngineLimits) -> ExecutorLimits:
     """Limits of the engine's steps; pages are planned later."""
-    of_drafts = {"num_choices": config.draft.num_choices} if config.draft else {"max_draft_len": 0}
+    of_drafts = {"draft_topk": config.draft.draft_topk} if config.draft else {"max_draft_len": 0}
     return ExecutorLimits(**limits.model_dump() | of_drafts, num_pages=0)
 
 
@@ -72,7 +70,7 @@ def rank_memory(
     multiprocessors: int,
     has_pages_last: bool = False,
 ) -> RankMemory:
-    """Everything but the pages, of each rank of an engine with so many bytes of weights."""
+    """Memory of each rank except pages, for an engine with `weights_bytes` of weights."""
     steps = executor_limits(config, limits)
     graph_tokens = max(_max_rows(steps), min(MAX_GRAPH_TOKENS, steps.max_num_tokens))
     return RankMemory(
@@ -109,7 +107,7 @@ def buffers_bytes(limits: ExecutorLimits, *, has_nodes: bool = False) -> int:
 
 
 def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multiprocessors: int) -> int:
-    """Scratch memory of attention and sampling, and the results of attention, which are kept from step to step."""
+    """Scratch memory of attention and sampling, and attention's results, which are kept between steps."""
     mixers = {gqa.shard(config.mapping) for decoder in _decoders(config) for gqa in decoder.attentions}
     attention = max((_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers), default=0)
     tiles = num_tiles(config.target.vocab_size)
@@ -132,11 +130,11 @@ def activations_bytes(
     has_rules: bool = False,
     has_nodes: bool = False,
 ) -> int:
-    """The most that a step of so many tokens holds at once, its logits included.
+    """Peak activation memory of a step of `num_tokens` tokens, logits included.
 
-    The step keeps the outputs that the drafter taps; to them comes the largest of a layer, the target's logits, the
-    drafter's fusion, and its block with its logits. `has_rules`: the logits' float32 scores under rules, or the
-    logits of prompts that are read, besides. `has_nodes`: of a TensorRT engine.
+    The step keeps the outputs that the drafter taps. On top comes the largest of: a layer, the target's logits, the
+    drafter's fusion, and its block with its logits. `has_rules` adds the logits' float32 scores under rules, or the
+    logits of prompts that are read. `has_nodes` is for a TensorRT engine.
     """
     target, draft, mapping = config.target, config.draft, config.mapping
     rows, num_bytes = _max_rows(limits), num_bytes_of(config.dtype)
@@ -160,7 +158,7 @@ def activations_bytes(
 
 
 def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: int) -> int:
-    """Of scores with each request's counts of tokens, or of logits of prompts, of which several ranks gather theirs."""
+    """Bytes of scores with each request's token counts, or of prompt logits, which several ranks gather."""
     read = min(LOGPROBS_ROWS, num_tokens) * _logit_columns(config.target.vocab_size, config.mapping.tp_size)
     scores = (_max_rows(limits) + limits.max_batch_size) * config.target.vocab_size
     return max(read * num_bytes_of(config.dtype), scores * num_bytes_of("float32"))
@@ -169,30 +167,15 @@ def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: 
 def layer_features(
     layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int = 1, *, has_nodes: bool = False
 ) -> int:
-    """Elements that a layer holds at once per token, in attention or in its feed-forward, its input included."""
-    mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
-    mixed = 3 * hidden_size  # input, normed, result
-    if isinstance(mixer, Gqa):
-        mixed += 2 * mixer.q_rows + 2 * mixer.kv_size
-    elif isinstance(mixer, Mla):
-        latents = mixer.latent_dim + mixer.rope_dim
-        mixed += mixer.q_size + latents + mixer.attended_size
-        if num_tokens >= MIN_DIRECT_ROWS:
-            mixed += latents + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
-            mixed += mixer.attended_size if has_nodes else 0  # a node's second output
-    else:
-        wide = num_bytes_of("float32") // num_bytes_of(config.dtype)
-        mixed += 2 * mixer.num_channels + (2 + wide) * mixer.v_size
-    fed = (5 + layer.has_post_norms) * hidden_size  # input, attention's result, their sum, normed, result
-    if isinstance(forward, Moe):
-        of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
-        of_shared = 3 * (forward.shared_size or 0) // mapping.tp_size
-        fed += forward.num_experts + max(forward.num_experts_per_token * of_expert, of_shared)
-        fed += hidden_size if forward.shared_size else 0
-        fed += 2 * hidden_size if forward.has_own_norms else 0
-    else:
-        fed += 3 * (forward.intermediate_size // mapping.tp_size)
-    return max(mixed, fed)
+    """Elements per token that a layer holds at once, in attention or in its feed-forward, with its input."""
+    mixed = layer.mixer.shard(config.mapping).held_features(
+        expands_latents=num_tokens >= MIN_DIRECT_ROWS,
+        has_nodes=has_nodes,
+        float32_size=num_bytes_of("float32") // num_bytes_of(config.dtype),
+    )
+    fed = layer.feed_forward.held_features(hidden_size, config.mapping)
+    # Input, normed, result; after attention also its result and their sum.
+    return max(3 * hidden_size + mixed, (5 + layer.has_post_norms) * hidden_size + fed)
 
 
 def _latent_shape(mla: Mla) -> LatentShape:
@@ -200,7 +183,7 @@ def _latent_shape(mla: Mla) -> LatentShape:
 
 
 def _logit_columns(vocab_size: int, num_ranks: int) -> int:
-    """Of a row of logits; several ranks gather theirs."""
+    """Columns of a row of logits; several ranks gather theirs."""
     return vocab_size if num_ranks == 1 else vocab_size + 2 * (vocab_size // num_ranks)
 
 

@@ -1,37 +1,47 @@
-"""How long a step takes: the terms of its floor at the rates that a machine reaches, and what a floor leaves out.
+"""Duration of a step: the time of each kernel, and the overheads that a floor omits.
 
-    products    max(bytes / (bandwidth x product_memory_fraction), FLOPs / rate at so many rows), GEMM by GEMM
-    attention   K/V bytes x kv_s_per_byte + FLOPs x mixing_s_per_flop
+    kernels     products, attention and exchanges: as NVIDIA measured them (`kernel_tables`), or else by costs that were
+                fitted to those measurements (`kernel_fits`), or else by the rates of the machine:
+      products    max(bytes / (bandwidth x product_memory_fraction), FLOPs / rate at this number of rows), per GEMM
+      attention   K/V bytes x kv_s_per_byte + FLOPs x mixing_s_per_flop
+      exchanges   bytes / link bandwidth + exchanges x exchange_latency_s
     operators   activation bytes, elements of logits, tokens, requests, calls of layers, passes of the drafter, the step
-    exchanges   bytes / link bandwidth + exchanges x exchange_latency_s
-    host        planning and committing; hidden behind the device where the loop is chained, as far as it is shorter
+    host        planning and committing; with the chained loop hidden by the device, as far as it is shorter
 
-`dflash-trt bench machine` measures them; for GPUs of the table they are assumed, and `ASSUMPTIONS` says so.
+`dflash-trt bench machine` measures the rates and overheads of a machine. For GPUs of the table the overheads are
+assumed, and `assumptions_of` says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import numpy as np
 from pydantic import Field
 
 from dflash_trt.core.frozen import Frozen
+from dflash_trt.plan.attention_work import MixingWork
 from dflash_trt.plan.gpus import PLAIN_BITS, Gpu
-from dflash_trt.plan.step_work import Product, StepWork
+from dflash_trt.plan.kernel_fits import FittedKernels, Kernels, KernelTime, kernel_fits
+from dflash_trt.plan.kernel_tables import EXTRA_HINT, KernelTables, kernel_tables, package
+from dflash_trt.plan.step_work import Exchange, Product, StepWork
 
 Cost = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(gt=0.0, le=4.0)]
 
 
 class StepCosts(Frozen):
-    """Seconds beside the floor. `product_rates` has for numbers of rows the FLOPs per second of unquantized GEMMs whose
-    weights need not come from memory; other widths are as much faster as their peaks are.
+    """Seconds in addition to the floor.
+
+    `product_rates` has, by number of rows, the FLOPs per second of unquantized GEMMs whose weights need not come from
+    memory; other widths are faster by the ratio of their peaks.
     """
 
     product_rates: Annotated[dict[int, Annotated[float, Field(gt=0.0)]], Field(min_length=1)]
-    product_memory_fraction: Fraction  # of the bandwidth, that GEMMs of few rows reach
+    product_memory_fraction: Fraction  # share of the bandwidth that GEMMs of few rows reach
     kv_s_per_byte: Cost
     mixing_s_per_flop: Cost
     activation_s_per_byte: Cost
@@ -39,17 +49,17 @@ class StepCosts(Frozen):
     token_s: Cost
     request_s: Cost
     layer_s: Cost  # a call of a layer
-    pass_s: Cost  # of the drafter
+    pass_s: Cost  # per pass of the drafter
     step_s: Cost
     exchange_latency_s: Cost
     host_step_s: Cost
     host_request_s: Cost
-    is_host_hidden: bool  # behind a device with a queue
+    is_host_hidden: bool  # by a device with a queue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of a step, part by part."""
+    """Seconds of a step, part by part. `known_s` has those of the device, by where they come from."""
 
     products_s: float
     mixing_s: float
@@ -57,6 +67,7 @@ class StepTime:
     exchange_s: float
     host_s: float
     is_host_hidden: bool
+    known_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device_s(self) -> float:
@@ -67,35 +78,73 @@ class StepTime:
         return max(self.device_s, self.host_s) if self.is_host_hidden else self.device_s + self.host_s
 
 
-class StepClock:
-    """Times of steps on a machine: the arithmetic of the table above."""
+class RatedKernels:
+    """Times by the rates of a machine, in a step that moves `moved_bytes`."""
 
-    def __init__(self, gpu: Gpu, costs: StepCosts) -> None:
+    def __init__(self, gpu: Gpu, costs: StepCosts, moved_bytes: float) -> None:
         self._gpu, self._costs = gpu, costs
-        self._plain_peak = gpu.flops_of(PLAIN_BITS)
-        known = sorted(costs.product_rates.items())
-        self._rows = np.log([rows for rows, _ in known])
-        self._rates = np.array([rate for _, rate in known])
+        self._bandwidth = gpu.read_rate(moved_bytes) * costs.product_memory_fraction
+        self.source = f"rates of {gpu.name}"
+
+    def product(self, item: Product) -> KernelTime:
+        gpu, (rows, rates) = self._gpu, zip(*sorted(self._costs.product_rates.items()), strict=True)
+        plain = float(np.interp(np.log(max(item.rows, 1.0)), np.log(rows), rates))
+        rate = plain * gpu.flops_of(gpu.operand_bits(item.format)) / gpu.flops_of(PLAIN_BITS)
+        num_bytes = gpu.kept_bytes(item.num_bytes, item.elements, item.format)
+        return KernelTime(max(num_bytes / self._bandwidth, item.flops / rate), self.source)
+
+    def mixing(self, item: MixingWork) -> KernelTime:
+        costs = self._costs
+        return KernelTime(item.num_bytes * costs.kv_s_per_byte + item.flops * costs.mixing_s_per_flop, self.source)
+
+    def exchange(self, item: Exchange, num_ranks: int) -> KernelTime:
+        del num_ranks
+        latency_s = item.count * self._costs.exchange_latency_s
+        return KernelTime(item.num_bytes / self._gpu.link_rate + latency_s, self.source)
+
+
+class StepClock:
+    """Times of steps on a machine. `kernels` are asked in turn, then its rates."""
+
+    def __init__(self, gpu: Gpu, costs: StepCosts, kernels: Sequence[Kernels] = ()) -> None:
+        self.gpu, self.costs = gpu, costs
+        self._kernels = tuple(kernels)
+
+    @property
+    def is_of_a_machine_file(self) -> bool:
+        """Its rates were measured: no kernels are asked."""
+        return not self._kernels
+
+    @property
+    def has_measured_kernels(self) -> bool:
+        return any(isinstance(kernels, KernelTables) for kernels in self._kernels)
 
     def time(self, work: StepWork) -> StepTime:
-        costs, gpu = self._costs, self._gpu
-        kept = [gpu.kept_bytes(item.num_bytes, item.elements, item.format) for item in work.products]
-        moved = sum(kept) + work.vector_bytes + work.kv_bytes
-        bandwidth = gpu.read_rate(moved) * costs.product_memory_fraction
-        products = zip(work.products, kept, strict=True)
+        costs, gpu = self.costs, self.gpu
+        kept = sum(gpu.kept_bytes(item.num_bytes, item.elements, item.format) for item in work.products)
+        rated = RatedKernels(gpu, costs, kept + work.vector_bytes + work.kv_bytes)
+        asked: tuple[Kernels, ...] = (*self._kernels, rated)
+        products = [_first(kernels.product(item) for kernels in asked) for item in work.products]
+        mixings = [_first(kernels.mixing(item) for kernels in asked) for item in work.mixings]
+        exchanges = [_first(kernels.exchange(item, work.num_ranks) for kernels in asked) for item in work.exchanges]
+        known_s: defaultdict[str, float] = defaultdict(float)
+        for found in (*products, *mixings, *exchanges):
+            known_s[found.source] += found.seconds
+        others_s = operators_s(work, costs)
+        known_s["operators, as on an H200" if self._kernels else rated.source] += others_s
         return StepTime(
-            products_s=sum(max(n / bandwidth, item.flops / self._rate(item)) for item, n in products),
-            mixing_s=work.kv_bytes * costs.kv_s_per_byte + work.mixing_flops * costs.mixing_s_per_flop,
-            operators_s=operators_s(work, costs),
-            exchange_s=(work.exchange_bytes / gpu.link_rate if work.exchange_bytes else 0.0)
-            + work.num_exchanges * costs.exchange_latency_s,
+            products_s=sum(found.seconds for found in products),
+            mixing_s=sum(found.seconds for found in mixings),
+            operators_s=others_s,
+            exchange_s=sum(found.seconds for found in exchanges),
             host_s=costs.host_step_s + work.num_requests * costs.host_request_s,
             is_host_hidden=costs.is_host_hidden,
+            known_s=known_s,
         )
 
-    def _rate(self, item: Product) -> float:
-        plain = float(np.interp(np.log(max(item.rows, 1.0)), self._rows, self._rates))
-        return plain * self._gpu.flops_of(self._gpu.operand_bits(item.format)) / self._plain_peak
+
+def _first(times: Iterator[KernelTime | None]) -> KernelTime:
+    return next(found for found in times if found is not None)
 
 
 OPERATORS: Final = {  # cost: what it multiplies
@@ -115,45 +164,58 @@ def operators_s(work: StepWork, costs: StepCosts) -> float:
 
 
 def assumed_costs(gpu: Gpu) -> StepCosts:
-    """Of a GPU of the table, whose bandwidth is known: `ASSUMPTIONS`."""
+    """Costs of a GPU of the table besides its kernels: see `assumptions_of`."""
     assert gpu.bytes_per_s is not None
+    fits, peak = kernel_fits(gpu.name), gpu.flops_of(PLAIN_BITS)
+    products, attention = fits["products None"], fits["attention"]
     return StepCosts(
-        product_rates={1: _COMPUTE * gpu.flops_of(PLAIN_BITS)},
-        product_memory_fraction=_MEMORY,
-        kv_s_per_byte=1 / (_MEMORY * gpu.bytes_per_s),
-        mixing_s_per_flop=1 / (_MIXING * gpu.flops_of(PLAIN_BITS)),
-        activation_s_per_byte=0.0,
+        product_rates={1: products.peak_fraction * peak},
+        product_memory_fraction=products.memory_fraction,
+        kv_s_per_byte=1 / (attention.memory_fraction * gpu.bytes_per_s),
+        mixing_s_per_flop=1 / (attention.peak_fraction * peak),
+        activation_s_per_byte=_ACTIVATION_TRIPS / gpu.bytes_per_s,
         logit_s=_LOGIT_BYTES / gpu.bytes_per_s,
         token_s=0.0,
         request_s=0.0,
-        layer_s=_LAYER_KERNELS * _KERNEL_S,
-        pass_s=_PASS_KERNELS * _KERNEL_S,
-        step_s=_STEP_KERNELS * _KERNEL_S,
-        exchange_latency_s=_EXCHANGE_S,
+        layer_s=_LAYER_S,
+        pass_s=0.0,
+        step_s=0.0,
+        exchange_latency_s=fits["exchanges"].latency_s,
         host_step_s=_HOST_STEP_S,
         host_request_s=_HOST_REQUEST_S,
         is_host_hidden=True,
     )
 
 
-_MEMORY: Final = 0.8
-_COMPUTE: Final = 0.6
-_MIXING: Final = 0.4
-_KERNEL_S: Final = 2.5e-6
-_LAYER_KERNELS: Final = 11  # `tests/kernels/test_step_counts.py` and the counts of docs/benchmarks.md
-_PASS_KERNELS: Final = 6
-_STEP_KERNELS: Final = 16
-_EXCHANGE_S: Final = 6e-6
+def clock_of(gpu: Gpu, costs: StepCosts | None) -> StepClock:
+    """The clock of a measured machine, whose costs are given, or of a GPU of the table."""
+    if costs is not None:
+        return StepClock(gpu, costs)
+    measured = kernel_tables(gpu.name)
+    return StepClock(gpu, assumed_costs(gpu), ([] if measured is None else [measured]) + [FittedKernels(gpu)])
+
+
+# Fitted to 17 steps of this engine on an H200 (docs/benchmarks.md, "On an H200"); tests/plan/test_measured_steps.py
+# holds each against it.
+_LAYER_S: Final = 4.4e-6
+_ACTIVATION_TRIPS: Final = 2.5  # times that the bytes between operators go to memory
 _LOGIT_BYTES: Final = 6  # a logit is written once and read twice, in 16 bits
-_HOST_STEP_S: Final = 55e-6  # docs/benchmarks.md, "The host beside a device": 0.058 ms at 1 request, 0.99 ms at 256
+_HOST_STEP_S: Final = 55e-6  # docs/benchmarks.md, "Host time of a step": 0.058 ms at 1 request, 0.99 ms at 256
 _HOST_REQUEST_S: Final = 3.7e-6
 
-ASSUMPTIONS: Final = (
-    f"GEMMs and attention reach {_MEMORY:.0%} of the datasheet's bandwidth, GEMMs {_COMPUTE:.0%} and attention "
-    f"{_MIXING:.0%} of its peak",
-    f"a kernel of a CUDA graph takes {1e6 * _KERNEL_S:g} us beside its bytes and FLOPs: {_LAYER_KERNELS} a layer, "
-    f"{_PASS_KERNELS} a pass of the drafter, {_STEP_KERNELS} a step",
-    f"an exchange between ranks takes {1e6 * _EXCHANGE_S:g} us beside its bytes; nothing overlaps with it",
-    f"the host takes {1e6 * _HOST_STEP_S:g} us a step and {1e6 * _HOST_REQUEST_S:g} us a request, hidden behind the "
-    "device where that is longer",
-)
+
+def assumptions_of(clock: StepClock) -> tuple[str, ...]:
+    """What its times rest on."""
+    gpu, measured = clock.gpu, clock.has_measured_kernels
+    if clock.is_of_a_machine_file:
+        return ("step times are from the machine file, one device a rank",)
+    kernels = (
+        f"as NVIDIA measured them ({package()})" if measured else f"by fits to NVIDIA's measurements. {EXTRA_HINT}"
+    )
+    return (
+        f"GEMMs, experts, attention and exchanges on {gpu.name} take times {kernels}",
+        f"operators between them take {1e6 * _LAYER_S:g} us a layer, move their bytes {_ACTIVATION_TRIPS:g} times and "
+        f"{_LOGIT_BYTES} bytes a logit, at the whole bandwidth: fitted to steps of this engine on an H200",
+        f"the host takes {1e6 * _HOST_STEP_S:g} us a step and {1e6 * _HOST_REQUEST_S:g} us a request, hidden by the "
+        "device where that is longer",
+    )

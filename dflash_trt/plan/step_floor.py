@@ -1,6 +1,6 @@
-"""The least time of a step: bytes over bandwidth, FLOPs over peak, and what the ranks exchange over their links.
+"""Roofline lower bound of a step: bytes over bandwidth, FLOPs over peak, and exchanges over links.
 
-No kernel is below it, and none reaches it. Activations are not counted: they fit into the caches.
+No kernel is faster, and none reaches it. Activations are not counted: they fit into the caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dflash_trt.plan.step_work import chosen_fraction as chosen_fraction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Requests that decode, the tokens of each before the step, and the drafts that each verifies and gets anew."""
+    """Decoding requests, each one's tokens before the step, and the drafts it verifies and gets anew."""
 
     num_requests: int
     context_len: int
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFloor:
-    """Of each rank."""
+    """Lower bounds of a step, per rank."""
 
     weights_bytes: int
     kv_bytes: int
@@ -52,8 +52,9 @@ def step_floor(config: PretrainedConfig, gpu: Gpu, step: Step, *, has_drafter: b
 
 
 def floor_of(work: StepWork, gpu: Gpu) -> StepFloor:
-    """The floor of this work. A machine that keeps weights in its caches reads them as fast as it reads caches; links
-    that nobody measured cost nothing.
+    """The floor of this work.
+
+    A machine that keeps weights in its caches reads them at cache speed; unmeasured links cost nothing.
     """
     weights_bytes = work.vector_bytes + sum(
         gpu.kept_bytes(product.num_bytes, product.elements, product.format) for product in work.products

@@ -1,7 +1,7 @@
-"""What a step of an engine moves and computes on each rank: products, K/V, activations, exchanges, calls of layers.
+"""Work of an engine's step on each rank: products, K/V, activations, exchanges, calls of layers.
 
 Weights are read once by each GEMM that uses them, K/V as far as a layer sees. Experts are chosen evenly and
-independently of one another. Counts alone: how long they take is for `step_floor` and `step_costs`.
+independently. Counts only: `step_floor` and `step_costs` turn them into times.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
-from dflash_trt.plan.attention_work import Mixing, mixings_of
+from dflash_trt.plan.attention_work import Mixing, MixingWork, mixings_of
 from dflash_trt.plan.computed_rows import ComputedRows
 
 # Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
@@ -35,13 +33,42 @@ _DRAFTS: Final = "drafts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A layer's experts, of all ranks, and the tokens of the step that choose among them."""
+
+    hidden_size: int
+    moe: Moe
+    moe_tp_size: int
+    ep_size: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """`count` equal collectives of `rows` x `features` elements; a rank receives `num_bytes` of all of them."""
+
+    kind: Literal["all_reduce", "all_gather"]
+    count: int
+    rows: int
+    features: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """GEMMs alike: `elements` of weights in all, each multiplied with so many rows. `format` None is unquantized."""
+    """Equal GEMMs: `elements` weights in all, each multiplied with `rows` rows.
+
+    `format` None is unquantized. There are `count` GEMMs of `shape`, output and input features; or, of `experts`, so
+    many layers, whose gate, up and down projections are counted together.
+    """
 
     rows: float
     elements: float
     num_bytes: float
     format: str | None
+    count: float = 1.0
+    shape: tuple[int, int] | None = None
+    experts: Experts | None = None
 
     @property
     def flops(self) -> float:
@@ -50,10 +77,10 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """Of each rank. `vector_bytes` are weights that multiply no matrix.
+    """Work of each rank. `vector_bytes` are weights outside matrix products.
 
-    `activation_bytes` are written and read by operators one by one, as PyTorch runs them; a floor leaves them out: they
-    fit into the caches, and kernels fuse them. `num_layers` are calls of layers, `num_passes` those of the drafter.
+    `activation_bytes` are written and read by operators one by one, as PyTorch runs them; a floor omits them: they fit
+    into the caches, and kernels fuse them. `num_layers` are calls of layers, `num_passes` passes of the drafter.
     """
 
     num_requests: int
@@ -66,8 +93,13 @@ class StepWork:
     num_logits: int  # elements
     num_layers: int
     num_passes: int
-    exchange_bytes: float
-    num_exchanges: int
+    num_ranks: int = 1
+    mixings: tuple[MixingWork, ...] = ()  # `kv_bytes` and `mixing_flops`, one by one
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def exchange_bytes(self) -> float:
+        return sum(exchange.num_bytes for exchange in self.exchanges)
 
     @property
     def weights_bytes(self) -> float:
@@ -75,7 +107,7 @@ class StepWork:
 
 
 def chosen_fraction(moe: Moe, num_rows: float) -> float:
-    """Expected part of the experts that so many rows choose."""
+    """Expected fraction of the experts that `num_rows` rows choose."""
     return 1.0 - math.pow(1.0 - moe.num_experts_per_token / moe.num_experts, num_rows)
 
 
@@ -86,17 +118,18 @@ class _Kind:
     rows: str
     format: str | None
     moe: Moe | None
+    shape: tuple[int, int] | None  # of a GEMM
     is_product: bool
 
 
 class EngineWork:
-    """The work of an engine's steps, with its drafter or without. Made once: counting a step is a few operations."""
+    """The work of an engine's steps, with or without its drafter. Made once: counting a step is cheap."""
 
     def __init__(self, config: PretrainedConfig, *, has_drafter: bool) -> None:
         self._config = config
         self._draft = config.draft if has_drafter else None
         self._itemsize = num_bytes_of(config.dtype)
-        self._sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])  # elements and bytes
+        self._sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # elements, bytes and count
         self._count_weights()
         states = config.states()
         self._mixings: list[Mixing] = list(mixings_of(config.target, states.target, config.mapping))
@@ -108,10 +141,10 @@ class EngineWork:
         ]
 
     def of(self, rows: ComputedRows) -> StepWork:
-        """What a step of these rows does."""
+        """The work of a step of these rows."""
         num_requests, num_tokens = rows.num_requests, int(rows.num_tokens.sum())
         drafts, draft = rows.num_draft_tokens, self._draft
-        num_passes = draft.num_passes(drafts) if draft is not None and drafts else 0
+        num_passes = draft.num_passes(drafts) if draft is not None else 0
         slots = num_requests * (drafts + 1)
         uses = {
             _TOKENS: (num_tokens, 1),
@@ -128,45 +161,71 @@ class EngineWork:
         moved = num_tokens * self._features[0]
         if draft is not None:
             moved += num_passes * draft_rows * self._features[1]
-        mixed = [mixing.of(rows, num_passes) for mixing in self._mixings]
+        computed_slots = draft.computed_slots(drafts) if draft is not None else 0
+        mixed = [mixing.of(rows, num_passes, computed_slots) for mixing in self._mixings]
         return StepWork(
             num_requests=num_requests,
             num_tokens=num_tokens,
             products=tuple(self._products(uses)),
-            vector_bytes=sum(b * uses[k.rows][1] for k, (_, b) in self._sums.items() if not k.is_product),
-            kv_bytes=sum(num_bytes for num_bytes, _ in mixed),
-            mixing_flops=sum(flops for _, flops in mixed),
+            vector_bytes=sum(b * uses[k.rows][1] for k, (_, b, _) in self._sums.items() if not k.is_product),
+            kv_bytes=sum(item.num_bytes for item in mixed),
+            mixing_flops=sum(item.flops for item in mixed),
             activation_bytes=2.0 * moved * self._itemsize,
             num_logits=slots * vocab_size + num_requests * drafts * draft_vocab_size * bool(num_passes),
             num_layers=layers,
             num_passes=num_passes,
-            exchange_bytes=self._exchange_bytes(num_tokens, slots, draft_rows, num_requests * drafts, num_passes),
-            num_exchanges=0 if self._config.mapping.tp_size == 1 else 2 * layers + 1 + num_passes,
+            num_ranks=self._config.mapping.tp_size,
+            mixings=tuple(mixed),
+            exchanges=tuple(self._exchanges(num_tokens, slots, draft_rows, num_requests * drafts, num_passes)),
         )
 
     def _products(self, uses: dict[str, tuple[float, int]]) -> Iterator[Product]:
-        for kind, (elements, num_bytes) in self._sums.items():
+        mapping, hidden_size = self._config.mapping, self._config.target.hidden_size
+        for kind, (elements, num_bytes, count) in self._sums.items():
             rows, times = uses[kind.rows]
             if not kind.is_product or not times:
                 continue
-            part = 1.0
+            part, experts = 1.0, None
             if kind.moe is not None:
+                experts = Experts(
+                    hidden_size=hidden_size,
+                    moe=kind.moe,
+                    moe_tp_size=mapping.moe_tp_size,
+                    ep_size=mapping.ep_size,
+                    num_tokens=round(rows),
+                )
                 part = chosen_fraction(kind.moe, rows)
                 rows *= kind.moe.num_experts_per_token / (kind.moe.num_experts * part)
-            part *= times
-            yield Product(rows=rows, elements=part * elements, num_bytes=part * num_bytes, format=kind.format)
+            yield Product(
+                rows=rows,
+                elements=part * times * elements,
+                num_bytes=part * times * num_bytes,
+                format=kind.format,
+                count=times * count,
+                shape=kind.shape,
+                experts=experts,
+            )
 
-    def _exchange_bytes(self, tokens: int, logits: int, draft_rows: int, drafts: int, num_passes: int) -> float:
-        """Bytes that a rank receives: two all-reduces a layer, of which it needs twice (n - 1) / n, and the logits."""
-        config, num_ranks = self._config, self._config.mapping.tp_size
+    def _exchanges(self, tokens: int, logits: int, draft_rows: int, drafts: int, num_passes: int) -> Iterator[Exchange]:
+        """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits."""
+        target, draft, num_ranks = self._config.target, self._draft, self._config.mapping.tp_size
         if num_ranks == 1:
-            return 0.0
-        target, draft = config.target, self._draft
-        elements = 4.0 * target.num_layers * tokens * target.hidden_size + logits * target.vocab_size
+            return
+        part = (num_ranks - 1) / num_ranks * self._itemsize
+
+        def reduced(count: int, rows: int, features: int) -> Exchange:
+            size = 2 * count * rows * features * part
+            return Exchange(kind="all_reduce", count=count, rows=rows, features=features, num_bytes=size)
+
+        def gathered(count: int, rows: int, features: int) -> Exchange:
+            size = count * rows * features * part
+            return Exchange(kind="all_gather", count=count, rows=rows, features=features, num_bytes=size)
+
+        yield reduced(2 * target.num_layers, tokens, target.hidden_size)
+        yield gathered(1, logits, target.vocab_size)
         if draft is not None and num_passes:
-            elements += 4.0 * num_passes * draft.num_layers * draft_rows * draft.hidden_size
-            elements += drafts * (draft.draft_vocab_size or target.vocab_size)
-        return round(elements * (num_ranks - 1) / num_ranks) * self._itemsize
+            yield reduced(2 * num_passes * draft.num_layers, draft_rows, draft.hidden_size)
+            yield gathered(num_passes, drafts // num_passes, draft.draft_vocab_size or target.vocab_size)
 
     def _decoders(self) -> list[DecoderSpec]:
         return [self._config.target, *([self._draft] if self._draft is not None else [])]
@@ -190,7 +249,7 @@ class EngineWork:
         heads = [("target.lm_head", _LOGITS)] + ([("draft.lm_head", _DRAFTS)] if self._draft is not None else [])
         for name, rows in heads:
             name = next((known for known in (name, "target.lm_head") if known in table), "target.embedding")
-            # Of tied embeddings a rank reads its part of the rows.
+            # A rank reads its part of the rows of tied embeddings.
             part = 1 / config.mapping.tp_size if name == "target.embedding" else 1.0
             self._add(name, rows, table[name], sizes[name], part=part)
 
@@ -203,11 +262,13 @@ class EngineWork:
             rows=rows,
             format=None if quantization is None else quantization.linears.get(name),
             moe=moe,
+            shape=(round(part * spec.shape[0]), spec.shape[1]) if is_product and moe is None else None,
             is_product=is_product or moe is not None,
         )
         sums = self._sums[kind]
         sums[0] += part * math.prod(spec.shape) * (is_linear(spec, name) or moe is None)
         sums[1] += part * num_bytes
+        sums[2] += moe is None or name.endswith(".gate_up")
 
 
 def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
@@ -225,9 +286,9 @@ def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
 
 def _experts_of(decoder: DecoderSpec) -> dict[str, Moe]:
     return {
-        f"{decoder.role}.layers.{i}.experts": layer.feed_forward
+        f"{decoder.role}.layers.{i}.experts": moe
         for i, layer in enumerate(decoder.layers)
-        if isinstance(layer.feed_forward, Moe)
+        if (moe := layer.moe) is not None
     }
 
 
@@ -240,18 +301,6 @@ def _bytes_by_weight(config: PretrainedConfig, table: dict[str, WeightSpec]) -> 
 
 
 def _moved_features(layer: LayerSpec, hidden_size: int, mapping: Mapping) -> int:
-    """Elements per token that a layer writes and reads once: those of attention or of its feed-forward, if more."""
-    mixer, forward = layer.shard(mapping).mixer, layer.feed_forward
-    mixed = fed = 2 * hidden_size
-    if isinstance(mixer, Gqa):
-        mixed += 2 * mixer.q_rows + 2 * mixer.kv_size
-    elif isinstance(mixer, Mla):
-        mixed += 2 * mixer.q_size + 2 * (mixer.latent_dim + mixer.rope_dim) + mixer.attended_size
-    else:
-        mixed += 2 * (mixer.num_channels + mixer.v_size)
-    if isinstance(forward, Moe):
-        of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
-        fed += hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert
-    else:
-        fed += 3 * (forward.intermediate_size // mapping.tp_size)
-    return max(mixed, fed)
+    """Elements per token that a layer writes and reads once, in attention or in its feed-forward, if more."""
+    mixed, fed = layer.mixer.shard(mapping).moved_features, layer.feed_forward.moved_features(hidden_size, mapping)
+    return 2 * hidden_size + max(mixed, fed)

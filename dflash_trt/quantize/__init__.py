@@ -1,1 +1,1 @@
-"""Quantization of weights: the plan of formats, calibration, the quantized tensors. Knows nothing of networks."""
+"""Quantization of weights: the plan of formats, calibration, quantized tensors. Knows no networks."""

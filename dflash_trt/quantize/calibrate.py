@@ -1,8 +1,8 @@
-"""The only module that imports ModelOpt: measures the inputs of linear layers while the caller runs the network.
+"""The only module that imports ModelOpt: measures inputs of linear layers while the network runs.
 
-ModelOpt calibrates `torch.nn.Linear`s. A LinearBank has one for each linear layer, sharing the weight; the
-network's own forward passes go through the bank, so the activations are those of the engine, block formats need no
-GPU kernel (calibration only reads ranges), and no model class is patched.
+ModelOpt calibrates `torch.nn.Linear`s. A LinearBank has one for each linear layer, sharing the weight; the network's
+own forward passes go through the bank, so the activations are the engine's, block formats need no GPU kernel
+(calibration only reads ranges), and no model class is patched.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def _range_of(name: str, quantizer: Any) -> float:
 def _linear(weight: Tensor) -> nn.Linear:
     """Shares the weight; `meta` keeps the constructor from allocating another."""
     if weight.dim() == 3:
-        (weight,) = weight[:1]  # of the experts that share a range: only their inputs are observed
+        (weight,) = weight[:1]  # one of the experts that share a range: only their inputs are observed
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear

@@ -25,9 +25,10 @@ def calibration_prompts(
     vocab_size: int,
     template_options: Mapping[str, Any],
 ) -> list[list[int]]:
-    """At most `num_prompts` prompts of 2 to `max_prompt_tokens` tokens each; `tokenizer_dir` None: there is none.
+    """At most `num_prompts` prompts of 2 to `max_prompt_tokens` tokens each.
 
-    Conversations are rendered with `template_options`, which a row's own `chat_template_kwargs` replace name by name.
+    `tokenizer_dir` is None without a tokenizer. Conversations are rendered with `template_options`, which a row's own
+    `chat_template_kwargs` replace name by name.
 
     Raises:
         ConfigError: the file cannot be read, a row is wrong, or text meets a target without a tokenizer.

@@ -23,7 +23,7 @@ def cache_key(fields: Mapping[str, Any]) -> str:
 
 
 def cache_dir() -> Path:
-    """Where calibrations are kept between builds: the user's cache directory, as the XDG convention has it."""
+    """Directory for calibrations between builds: the user's cache directory by the XDG convention."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "dflash-trt" / "calibration"
 
@@ -37,7 +37,7 @@ def read_cached(key: str) -> Calibration | None:
 
 
 def write_cached(key: str, calibration: Calibration) -> None:
-    """Keep it, whole or not at all. A cache that cannot be written costs the next build its time, nothing else."""
+    """Write it whole or not at all. A cache that cannot be written only costs the next build time."""
     path = cache_dir() / f"{key}.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:

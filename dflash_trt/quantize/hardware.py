@@ -7,7 +7,10 @@ from dflash_trt.formats.registry import weight_formats
 
 
 def require_hardware(formats: Mapping[str, str], capability: tuple[int, int]) -> None:
-    """Raises ConfigError when a GPU of this compute capability has no units for a format; weight-only runs anywhere."""
+    """Raise ConfigError if a GPU of this compute capability has no units for a format.
+
+    Weight-only formats run anywhere.
+    """
     problems = []
     for name, known in weight_formats().items():
         first = known.first_capability

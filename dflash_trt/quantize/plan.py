@@ -44,7 +44,7 @@ class PlannedLinear:
 
     @property
     def shares_weight_scale(self) -> bool:
-        """True if all segments have the largest of their scales; gate and up of an expert do, as ModelOpt has them."""
+        """True if all segments use their largest scale; an expert's gate and up do, as in ModelOpt."""
         return weight_format(self.format or "").shares_weight_scale or self.spec.num_experts > 0
 
     @property
@@ -191,7 +191,10 @@ def component_of(name: str, spec: WeightSpec) -> Component:
 
 
 def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, str]:
-    """Heads that exist only as quantized copies. A pattern makes none: only a choice, or an override by full name."""
+    """Heads that exist only as quantized copies, by choice or by an override with the full name.
+
+    Patterns make no copies.
+    """
     choices = {"target.lm_head": config.lm_head}
     if draft is not None:
         choices["draft.lm_head"] = config.draft_lm_head

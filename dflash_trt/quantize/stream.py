@@ -29,10 +29,10 @@ def engine_stream(
     dtype: torch.dtype,
     mapping: RankMapping | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`CheckpointPair.iter_weights` as the tensors of `engine_dir`, in the same order; one weight in memory at a time.
+    """`CheckpointPair.iter_weights` as the tensors of `engine_dir`, in the same order.
 
-    With a `mapping` of several ranks, `tensors` are that rank's, but for `whole_weights`, which are cut here: every
-    rank then holds its part of the same codes.
+    One weight is in memory at a time. With a `mapping` of several ranks, `tensors` are that rank's, except
+    `whole_weights`, which are cut here: every rank then holds its part of the same codes.
 
     Raises:
         CheckpointError: a weight without a usable range.
@@ -55,13 +55,13 @@ def engine_stream(
 
 
 def whole_weights(plan: QuantizationPlan) -> frozenset[str]:
-    """Weights that every rank must read whole, because their ranges are those of the whole weight."""
+    """Weights that every rank must read whole, because their ranges cover the whole weight."""
     names = {linear.name for linear in plan.linears if linear.is_to_be_quantized}
     return frozenset(names | ({_head(plan)} if _copies(plan) else set()))
 
 
 def _copies(plan: QuantizationPlan) -> list[PlannedLinear]:
-    """Of the head; last in the file."""
+    """Quantized copies of the heads; last in the file."""
     models = engine_weights(plan.target, plan.draft, None)
     return [linear for linear in plan.linears if linear.name not in models]
 
@@ -84,11 +84,11 @@ def _quantized_shard(
 
 
 def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:
-    """One weight in its planned format, with one activation scale and, for NVFP4, one global scale for all segments.
+    """One weight in its planned format; all segments share its activation scale and NVFP4 global scale.
 
     One scale each lets a fused GEMM quantize its input once; the ranges of q, k and v, or of gate and up, are close,
-    and E4M3 block scales absorb the rest. FP8 keeps a weight scale per segment, which costs nothing, except
-    in experts: ModelOpt gives gate and up one, and what it exports and an engine hold are the same codes.
+    and E4M3 block scales absorb the rest. FP8 keeps a weight scale per segment, which costs nothing, except in experts:
+    ModelOpt gives gate and up one, and its exports and an engine hold the same codes.
     """
     assert linear.format is not None
     known, segments = weight_format(linear.format), segments_of(linear.spec)
@@ -102,7 +102,7 @@ def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibrat
 
 
 def joined(tensors: NamedTensors, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Join parts of fused layers that came apart, as `NAME/0`, `NAME/1`, ..., to unquantized tensors of `dtype`."""
+    """Join parts of fused layers, `NAME/0`, `NAME/1`, ..., into unquantized tensors of `dtype`."""
     for (name, is_in_parts), group in groupby(tensors, key=lambda item: (item[0].split("/")[0], "/" in item[0])):
         if not is_in_parts:
             yield from group

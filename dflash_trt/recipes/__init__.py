@@ -1,4 +1,4 @@
-"""Recipes: build configurations that come with the package, and recipes.toml, which says what each is for.
+"""Build configurations that come with the package, and recipes.toml, which says what each is for.
 
 Each NAME.yaml is a file for `dflash-trt build`; a name stands for its file.
 """

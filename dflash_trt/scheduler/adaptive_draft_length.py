@@ -2,25 +2,32 @@
 
     tokens per second of K = requests * (1 + sum over i <= K of the chance that drafts 1 .. i are accepted) / step cost
 
-Both are measured continuously, and now and then a few steps probe another K.
+It starts from what both usually are, measures them continuously, and now and then probes another K for two steps.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
+from dflash_trt.core.draft_lengths import NUM_FIXED_ROWS, USUAL_RATE
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of the first position; the prior of others is the rate of the one before
-_NUM_STEPS_PER_DECISION = 4  # also of a probe, whose first step may still verify the drafts of another K
-_NUM_FREE_STEPS = 8  # probes at the start may cost the time of this many steps
-_FIRST_LENGTH = 3  # a guess that is rarely far off
+# prior of position 0; later ones start from the rate of the previous one
+_PRIOR_WEIGHT = 6.0
+_NUM_STEPS_PER_DECISION = 4
+_SETTLED_INTERVAL = 4  # of K that stays: to decide and to measure takes some 50 us each
+_NUM_STEPS_PER_PROBE = 2  # the first of which may still verify the drafts of another K
+_NUM_FREE_STEPS = 0.5  # probes at the start may cost the time of this many steps
 _ENOUGH_BLOCKS = 100.0  # verified, to believe the acceptance rates
 _NUM_STEPS_TO_STAY, _GAIN_TO_LEAVE_SOON = 16, 0.15
 _JUMP = 2.2  # a larger change of the batch size resets its average
-_MAX_LOSS = 4.0  # of a probe step, relative to the usual time of its tokens
+_MAX_LOSS = 4.0  # maximum in a probe step, relative to the usual time of its tokens
+# A back end may leave tokens to the drafter until it drafts again.
+_OBSERVE_FRACTION, _MAX_UNOBSERVED = 0.05, 256  # of a prompt token's time; tokens per request
 _STALE_AFTER = 600  # steps
 _OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is worth a probe
 
@@ -28,8 +35,9 @@ _OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is wo
 class AdaptiveDraftLength:
     """Implements DraftLengthPolicy.
 
-    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, except
-    at the start. `lengths` are the K to choose from; a GPU may need a graph for each.
+    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, plus
+    half a step. `lengths` are the K to choose from; a GPU may need a graph for each. `device` sets the costs to start
+    from.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class AdaptiveDraftLength:
         lengths: Sequence[int] | None = None,
         hysteresis_fraction: float = 0.03,
         max_probe_fraction: float = 0.015,
+        device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         self._lengths = default_lengths(max_draft_len) if lengths is None else sorted(set(lengths))
         if not self._lengths or not 0 <= self._lengths[0] <= self._lengths[-1] <= max_draft_len:
@@ -51,14 +60,15 @@ class AdaptiveDraftLength:
         self._hysteresis_fraction = hysteresis_fraction
         self._max_probe_fraction = max_probe_fraction
         self._acceptance = AcceptanceCounts(max_draft_len, decay=_ACCEPTANCE_DECAY)
-        self._costs = StepCosts()
-        self._current = max(length for length in self._lengths if length <= max(_FIRST_LENGTH, self._lengths[0]))
+        self._costs = StepCosts(num_fixed_rows=NUM_FIXED_ROWS[device])
+        self._current = self._lengths[-1]
         self._probe: int | None = None
         self._measured_s = 0.0
         self._lost_s = 0.0  # to probes
+        self._num_unobserved = 0  # tokens since the last step that drafted
         self._num_steps_to_think = 0
-        self._num_steps_since_change = 0
-        self._smoothed = 0.0
+        self._num_steps_since_change = _NUM_STEPS_TO_STAY
+        self._smoothed = 0.0  # before the first step
         self._batch_size = 1
 
     @property
@@ -72,7 +82,7 @@ class AdaptiveDraftLength:
         if self._num_steps_to_think == 0 or has_jumped:
             self._settle(self._batch_size, is_free=has_jumped)
             self._probe = self._worth_probing(self._batch_size)
-            self._num_steps_to_think = _NUM_STEPS_PER_DECISION
+            self._num_steps_to_think = self._num_steps_of_decision()
         self._num_steps_to_think -= 1
         self._num_steps_since_change += 1
         return self._current if self._probe is None else self._probe
@@ -80,9 +90,14 @@ class AdaptiveDraftLength:
     def observe(self, step: StepObservation) -> None:
         for num_candidates, num_accepted in step.verified:
             self._acceptance.add(num_candidates, num_accepted)
-        if step.elapsed_s is None or not step.num_decoding:
+        if step.elapsed_s is None:
             return
-        self._add_loss(step, step.elapsed_s)
+        self._measured_s += step.elapsed_s
+        self._num_unobserved = 0 if step.num_draft_tokens else self._num_unobserved + _num_tokens(step)
+        if self._is_settled and self._num_steps_to_think % _SETTLED_INTERVAL:
+            return
+        if step.num_decoding and step.num_draft_tokens != self._current:
+            self._add_loss(step, step.elapsed_s)
         num_full = sum(num_candidates == step.num_draft_tokens for num_candidates, _ in step.verified)
         self._costs.add(
             step.num_decoding,
@@ -92,16 +107,23 @@ class AdaptiveDraftLength:
             is_steady=step.num_draft_tokens == 0 or num_full >= 0.75 * step.num_decoding,
         )
 
-    def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float | None:
-        """Estimated throughput of all requests with this K; None before the first measured step."""
-        cost_s = self._costs.estimate(num_decoding, num_draft_tokens)
-        if cost_s is None:
-            return None
-        return num_decoding * expected_num_emitted(self._rates(), num_draft_tokens) / cost_s
+    def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float:
+        """Estimated throughput of all requests with this K; tokens per row before the first measured step."""
+        num_emitted = num_decoding * expected_num_emitted(self._rates(), num_draft_tokens)
+        return num_emitted / self._costs.estimate(num_decoding, num_draft_tokens)
+
+    def _num_steps_of_decision(self) -> int:
+        if self._probe is not None:
+            return _NUM_STEPS_PER_PROBE
+        return _NUM_STEPS_PER_DECISION * (_SETTLED_INTERVAL if self._is_settled else 1)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._probe is None and self._num_steps_since_change >= 2 * _NUM_STEPS_TO_STAY
 
     def _follow(self, num_decoding: int) -> bool:
         """Update the average batch size; return True if it jumped."""
-        has_jumped = not 1 / _JUMP < num_decoding / max(1.0, self._smoothed) < _JUMP
+        has_jumped = not self._smoothed / _JUMP < num_decoding < self._smoothed * _JUMP
         self._smoothed = num_decoding if has_jumped else 0.9 * self._smoothed + 0.1 * num_decoding
         self._batch_size = max(1, round(self._smoothed))
         return has_jumped
@@ -111,52 +133,61 @@ class AdaptiveDraftLength:
 
         A change wastes drafts or a step without any, so a change soon after another must gain more, unless `is_free`.
         """
-        is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY and not is_free
-        least_gain = max(_GAIN_TO_LEAVE_SOON * is_soon, self._hysteresis_fraction)
-        speeds = {length: self.tokens_per_second(num_decoding, length) or 0.0 for length in self._lengths}
-        best = max(self._lengths, key=lambda length: speeds[length])
-        if speeds[best] > speeds[self._current] * (1 + least_gain):
+        is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY
+        speeds = {length: self.tokens_per_second(num_decoding, length) for length in self._lengths}
+
+        def is_worth(length: int) -> bool:
+            is_sure = is_free or (not is_soon and self._costs.age(num_decoding, length) is not None)
+            least_gain = self._hysteresis_fraction if is_sure else max(_GAIN_TO_LEAVE_SOON, self._hysteresis_fraction)
+            return speeds[length] > speeds[self._current] * (1 + least_gain)
+
+        best = max(filter(is_worth, self._lengths), key=lambda length: speeds[length], default=self._current)
+        if best != self._current:
             self._current = best
             self._num_steps_since_change = 0
 
     def _worth_probing(self, num_decoding: int) -> int | None:
-        """A K without a recent measurement at this batch size that might be better than the current one, or None."""
-        current = self.tokens_per_second(num_decoding, self._current)
-        if current is None or self._costs.age(num_decoding, self._current) is None:
+        """A K without a recent measurement at this batch size that might beat the current one, or None."""
+        if self._costs.age(num_decoding, self._current) is None:
             return None  # measure the current K first
+        current = self.tokens_per_second(num_decoding, self._current)
         speeds = {
-            length: self.tokens_per_second(num_decoding, length) or 0.0
+            length: self.tokens_per_second(num_decoding, length)
             for length in self._lengths
             if length != self._current and self._is_unknown(num_decoding, length)
         }
-        promising = [length for length, speed in speeds.items() if speed * (1 + _OPTIMISM_FRACTION) > current]
-        if 0 in speeds and not self._costs.is_known_nearby(num_decoding, 0):
-            best = 0  # the cost of autoregressive decoding does not follow from steps that draft
-        elif promising:
-            best = max(promising, key=lambda length: speeds[length])
-        else:
-            return None
-        return best if self._is_affordable(num_decoding, best, current) else None
+        # What drafting costs does not follow from steps that decode autoregressively, nor the reverse.
+        is_known = {bool(length) for length in self._lengths if self._costs.is_known_nearby(num_decoding, length)}
+        worth = [length for length in speeds if bool(length) not in is_known] or [
+            length for length, speed in speeds.items() if speed * (1 + _OPTIMISM_FRACTION) > current
+        ]
+        best = max(worth, key=lambda length: speeds[length], default=None)
+        return best if best is not None and self._is_affordable(num_decoding, best, current) else None
 
     def _is_affordable(self, num_decoding: int, length: int, current: float) -> bool:
         """True if the estimated loss of a probe keeps all probes within `max_probe_fraction`."""
-        cost_s = self._costs.estimate(num_decoding, length) or 0.0
-        usual_s = self._costs.estimate(num_decoding, self._current) or 0.0
-        speed = self.tokens_per_second(num_decoding, length) or 0.0
-        expected_loss_s = _NUM_STEPS_PER_DECISION * cost_s * max(0.0, 1 - speed / current)
+        cost_s = self._costs.estimate(num_decoding, length)
+        usual_s = self._costs.estimate(num_decoding, self._current)
+        speed = self.tokens_per_second(num_decoding, length)
+        lost_fraction = max(0.0, 1 - speed / current)
+        expected_loss_s = _NUM_STEPS_PER_PROBE * cost_s * lost_fraction
+        if not length:  # the step after it would draft, and verify nothing
+            expected_loss_s += max(0.0, usual_s - cost_s) * min(1.0, 2 * lost_fraction)
+        if not self._current:
+            expected_loss_s += max(0.0, cost_s - usual_s) / 2  # the last drafts are not verified
+            num_unobserved = min(self._num_unobserved, _MAX_UNOBSERVED * num_decoding)
+            expected_loss_s += _OBSERVE_FRACTION * self._costs.prefill_s(num_unobserved)
         allowed_s = _NUM_FREE_STEPS * usual_s + self._max_probe_fraction * self._measured_s
         return self._lost_s + expected_loss_s <= allowed_s
 
     def _add_loss(self, step: StepObservation, elapsed_s: float) -> None:
-        """Add the time that a probe took beyond that of its tokens with the current K."""
-        self._measured_s += elapsed_s
-        if step.num_draft_tokens == self._current:
-            return
-        current = self.tokens_per_second(step.num_decoding, self._current)
-        if current:
-            num_tokens = step.num_decoding + sum(num_accepted for _, num_accepted in step.verified)
-            usual_s = num_tokens / current
-            self._lost_s += min(max(0.0, elapsed_s - usual_s), _MAX_LOSS * usual_s)  # limits the effect of outliers
+        """Add a probe's time in excess of the usual time of its tokens with the current K."""
+        num_tokens = step.num_decoding + sum(num_accepted for _, num_accepted in step.verified)
+        usual_s = num_tokens / self.tokens_per_second(step.num_decoding, self._current)
+        usual_s += self._costs.prefill_s(step.num_prefill_tokens)
+        is_catching_up = not self._current and not step.verified
+        most_s = math.inf if is_catching_up else _MAX_LOSS * usual_s  # limits the effect of outliers
+        self._lost_s += min(max(0.0, elapsed_s - usual_s), most_s)
 
     def _is_unknown(self, num_decoding: int, length: int) -> bool:
         age = self._costs.age(num_decoding, length)
@@ -166,11 +197,15 @@ class AdaptiveDraftLength:
 
     def _rates(self) -> list[float]:
         rates: list[float] = []
-        prior = _PRIOR_RATE
+        prior = USUAL_RATE
         for accepted, reached in zip(self._acceptance.num_accepted, self._acceptance.num_reached, strict=True):
             prior = (accepted + prior * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT)
             rates.append(prior)
         return rates
+
+
+def _num_tokens(step: StepObservation) -> int:
+    return step.num_decoding + step.num_prefill_tokens
 
 
 def default_lengths(max_draft_len: int) -> list[int]:

@@ -15,7 +15,7 @@ class Admission:
         self._config = config
 
     def next_waiting(self) -> Sequence | None:
-        """The first that may be admitted: no step of it runs still, and nobody computes the prompt that it shares."""
+        """The first admissible request: none of its steps runs, no other request computes its shared prompt."""
         pool = self._request_pool
         return next(
             (
@@ -51,9 +51,7 @@ class Admission:
         return True
 
     def _fits(self, sequence: Sequence, running: list[Sequence], *, num_freed_pages: int) -> bool:
-        """True if there are a place, pages for all tokens and a spare page for each running request, and what layers
-        with windows need.
-        """
+        """True if there are a slot, window pages, and pages for all tokens plus one per running request."""
         if len(running) >= self._limits.max_batch_size:
             return False
         num_available = self._request_pool.store.num_available + num_freed_pages

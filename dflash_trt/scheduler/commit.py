@@ -1,6 +1,6 @@
-"""Committing of a step's result: first what the next plan needs, for all rows at once, then the events of its requests.
+"""Commits a step's result: first state for the next plan, for all rows at once, then requests' events.
 
-Nothing of the second part stands between two steps.
+The second part does not delay the next step.
 """
 
 import logging
@@ -18,7 +18,7 @@ from dflash_trt.core.request import FinishReason, Request, RequestStatistics, To
 from dflash_trt.core.step_plan import StepResult
 from dflash_trt.scheduler.constrained_rows import advance, refusal
 from dflash_trt.scheduler.planner import PlannedStep
-from dflash_trt.scheduler.prompt_scores import take_prompt_scores
+from dflash_trt.scheduler.prompt_logprobs import collect_prompt_logprobs
 from dflash_trt.scheduler.request_pool import RequestPool
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class CommittedStep:
     result: StepResult
     num_emitted: Array  # tokens that count, cut after a stop token and at max_len; 0 for rows that emit none
     num_candidates: Array  # as far as they could be emitted; 0 for rows without a token at their end
-    num_accepted: Array  # of those
+    num_accepted: Array  # accepted ones among the tokens that count
     is_finite: Array  # bool
     endings: dict[int, Ending] = field(default_factory=dict)
 
@@ -58,12 +58,13 @@ class Committer:
         self._flat_tokens = self._table.token_ids.reshape(-1)
 
     def commit(self, step: PlannedStep, result: StepResult) -> CommittedStep:
-        """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
-        take_prompt_scores(step.plan, step.sequences, result)
+        """Commit the tokens of every row and end finished requests. Rows of other epochs give tokens, no K/V."""
+        if step.plan.prompt_rows is not None:
+            collect_prompt_logprobs(step.plan, [row.prompt_logprobs for row in step.sequences], result)
         return self._commit_steady(step, result) or self._commit_rows(step, result)
 
     def _commit_steady(self, step: PlannedStep, result: StepResult) -> CommittedStep | None:
-        """The same for verify blocks that end no request, in as few operations as possible; None for other steps."""
+        """The same with fewer operations, for verify blocks that end no request; None for other steps."""
         planned, table, emitted = step.planned, self._table, result.emitted_tokens
         steady = planned.steady
         if steady is None or planned.version != self._request_pool.version:
@@ -78,15 +79,15 @@ class Committer:
             and not isnan(result.emitted_logprobs.sum())
         )
         if not is_ordinary or (steady.stop_ids is not None and (emitted[:, :, None] == steady.stop_ids).any()):
-            return None  # perhaps a stop token, also one behind the last emitted token
+            return None  # perhaps a stop token, possibly after the last emitted one
         num_tokens = table.num_tokens[slots]
-        # Whole rows: tokens behind the last emitted one are overwritten by the next step.
+        # Whole rows: the next step overwrites tokens after the last emitted one.
         places = (steady.token_rows + num_tokens)[:, None] + self._columns[: emitted.shape[1]]
         self._flat_tokens[places] = emitted
         table.num_tokens[slots] = num_tokens + num_emitted
         table.context_len[slots] = next_lens
         if (table.flight_step[slots] == step.number).any():  # a row may have missed the step after this one
-            table.land(slots, step.number)
+            table.commit_rows(slots, step.number)
         return CommittedStep(
             step=step,
             result=result,
@@ -100,7 +101,7 @@ class Committer:
         table, plan = self._table, step.plan
         slots = plan.rows.slot_ids
         is_live = table.epoch[slots] == step.planned.epochs
-        table.land(slots[is_live], step.number)
+        table.commit_rows(slots[is_live], step.number)
         faults = self._faults(step, result, is_live)
         num_good, is_finite = _num_good(result)
         emits = step.planned.is_emitting & is_live
@@ -113,9 +114,9 @@ class Committer:
         self._append(slots, result.emitted_tokens, num_emitted)
         advances = is_live.copy()
         advances[list(faults)] = False
-        table.never_share(slots[is_live & ~is_finite])
+        table.exclude_from_cache(slots[is_live & ~is_finite])
         moved = slots[advances]
-        self._request_pool.states.land(moved)
+        self._request_pool.states.commit_rows(moved)
         table.context_len[moved] = np.minimum(result.next_context_lens[advances], table.num_tokens[moved])
         has_bonus = is_finite | is_stopped | (num_emitted == num_remaining)
         num_candidates = np.where(emits & has_bonus, np.minimum(plan.rows.num_candidates, num_remaining - 1), 0)
@@ -143,7 +144,7 @@ class Committer:
 
     def events(self, committed: CommittedStep) -> list[TokenEvent]:
         """Events of the step's rows in their order; caches the pages that it filled."""
-        self._keep_pages(committed)
+        self._cache_pages(committed)
         step, endings = committed.step, committed.endings
         counts = committed.num_emitted.tolist()
         tokens = committed.result.emitted_tokens.tolist()
@@ -167,8 +168,10 @@ class Committer:
             )
             if request.sampling.top_logprobs:
                 event = event._replace(top=_top_of(committed, row, count, request))
-            if sequence.prompt_book is not None and count:
-                event = event._replace(prompt=sequence.prompt_book.delivered())
+            if request.reports_drafts:
+                event = event._replace(draft_token_ids=tuple(committed.result.draft_tokens[row].tolist()))
+            if sequence.prompt_logprobs is not None and count:
+                event = event._replace(prompt=sequence.prompt_logprobs.delivered())
             if ending is not None:
                 event = event._replace(finish_reason=ending.reason, error=ending.error, statistics=ending.statistics)
             events.append(event)
@@ -264,13 +267,13 @@ class Committer:
         sequence = committed.step.sequences[row]
         slot = sequence.slot
         if slot is not None and self._table.context_len[slot] >= self._table.fills_page_at[slot]:
-            self._request_pool.keep_full_pages(sequence)
+            self._request_pool.cache_full_pages(sequence)
         sequence.finish_reason = reason
         self._request_pool.remove(sequence)
         self._num_finished[reason] += 1
         committed.endings[row] = Ending(reason=reason, statistics=sequence.statistics(), error=error)
 
-    def _keep_pages(self, committed: CommittedStep) -> None:
+    def _cache_pages(self, committed: CommittedStep) -> None:
         """Cache the pages that these rows filled."""
         table, step = self._table, committed.step
         slots = step.plan.rows.slot_ids
@@ -279,7 +282,7 @@ class Committer:
             return
         is_live = table.epoch[slots] == step.planned.epochs
         for row in np.flatnonzero(has_filled & is_live).tolist():
-            self._request_pool.keep_full_pages(step.sequences[row])
+            self._request_pool.cache_full_pages(step.sequences[row])
 
     def _non_finite(self, committed: CommittedStep, row: int, num_good: int) -> str:
         plan = committed.step.plan
@@ -299,7 +302,7 @@ def _top_of(committed: CommittedStep, row: int, count: int, request: Request) ->
 
 
 def _num_good(result: StepResult) -> tuple[Array, Array]:
-    """Emitted tokens of each row up to the first logits that gave none (`step_spec`), and whether all gave one."""
+    """Emitted tokens per row before the first invalid logits (`step_spec`), and whether all were valid."""
     num_valid = result.num_accepted.astype(np.int64) + 1
     is_nan = np.isnan(result.emitted_logprobs)
     if is_nan.any():

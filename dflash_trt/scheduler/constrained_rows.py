@@ -1,8 +1,8 @@
-"""Rows of requests with a constraint: the host sees every token of theirs before it plans the next row.
+"""Rows of requests with a constraint: the host sees all their tokens before it plans the next row.
 
-So such a row is never chained behind an uncommitted one, and drafts behind the first one that the constraint refuses
-are not verified. The refused one is, where drafts are drawn apart: its test fails, and the token comes from what the
-drafter's distribution leaves of the target's.
+So such a row is never chained after an uncommitted one, and drafts after the first one that the constraint refuses are
+not verified. With rejection sampling the refused draft itself is verified: it is rejected, and the token is sampled
+from the residual of the target's distribution.
 """
 
 from itertools import accumulate
@@ -34,8 +34,8 @@ def allowed_candidates(table: SlotTable, slots: Array, num_candidates: Array) ->
         assert sequence is not None and sequence.matcher is not None
         drafts = sequence.draft_tokens[: num_candidates[row]]
         sequence.draft_tokens = drafts[: sequence.matcher.num_allowed(drafts)]
-        is_drawn_apart = table.sampling["draft_stream"][slots[row]] == 1
-        num_candidates[row] = min(len(sequence.draft_tokens) + is_drawn_apart, num_candidates[row])
+        uses_rejection = table.sampling["draft_stream"][slots[row]] == 1
+        num_candidates[row] = min(len(sequence.draft_tokens) + uses_rejection, num_candidates[row])
     return num_candidates
 
 

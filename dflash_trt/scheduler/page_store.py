@@ -15,10 +15,11 @@ from dflash_trt.scheduler.window_pages import WindowPages
 
 
 class PageStore:
-    """`keeps_prefixes` False disables prefix caching: a page is free as soon as its request releases it.
+    """Pages, prefix tree and snapshots.
 
-    With `num_snapshots` a prefix is its pages and a snapshot of recurrent state; None: its pages alone. Pages of
-    layers with `windows` are in `windows`; a prefix needs those of its last tokens.
+    With `keeps_prefixes` False a page is free once its request releases it. `num_snapshots` makes a prefix its pages
+    and a snapshot of recurrent state; None means its pages only. Pages of layers with `windows` are in `windows`; a
+    prefix needs the window pages of its last tokens.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class PageStore:
         return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
 
     def with_state(self, path: list[PrefixNode]) -> list[PrefixNode]:
-        """The part of a match that a request can begin behind: up to the last node that has the recurrent state, and
-        the pages of every window before.
+        """The part of a match after which a request can begin.
+
+        It ends at the last node with the recurrent state and all window pages before it.
         """
         if not self._needs_state and not self.windows:
             return path
@@ -100,7 +102,7 @@ class PageStore:
             self._pool.num_owners(page_id) - count == (page_id in self._tree) for page_id, count in released.items()
         )
 
-    def hold(self, path: Sequence[PrefixNode]) -> list[int]:
+    def retain(self, path: Sequence[PrefixNode]) -> list[int]:
         """Retain the pages of a match."""
         for node in path:
             self._tree.mark_used(node.page_id)
@@ -118,7 +120,7 @@ class PageStore:
             self.num_evicted_pages += 1
         return self._pool.allocate(count)
 
-    def keep(
+    def insert(
         self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str
     ) -> PrefixNode | None:
         """Cache the caller's full page below `parent`; None if prefix caching is disabled.
@@ -132,7 +134,7 @@ class PageStore:
         assert page_id not in self._tree, f"page {page_id} is kept already"
         node = self._tree.extend(parent, token_ids, page_id, salt=salt)
         if node.page_id != page_id:
-            self.hold([node])
+            self.retain([node])
             self._pool.release(page_id)
         else:
             self._pool.retain(page_id)  # for the tree
@@ -166,4 +168,4 @@ class PageStore:
         for index, window in enumerate(self.windows):
             assert sorted(window.cached_page_ids()) == sorted(self._tree.window_pages(index)), "an evicted node's page"
         idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())
-        assert idle == self._tree.num_idle_pages, "cached pages that nobody uses are not exactly the idle ones"
+        assert idle == self._tree.num_idle_pages, "unused cached pages and idle pages differ"

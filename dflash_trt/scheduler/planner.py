@@ -14,9 +14,8 @@ from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StateCopies, Step
 from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks
-from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
-from dflash_trt.scheduler.prompt_chunks import prompt_chunks
-from dflash_trt.scheduler.prompt_scores import prompt_rows
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy
+from dflash_trt.scheduler.prompt_logprobs import prompt_rows
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slots import NO_TOKEN, NO_UPDATES
@@ -41,26 +40,30 @@ class PlannedRows:
     top_rows: TopRows | None
     prompt_rows: PromptRows | None  # never of a step that repeats
     copies: tuple[StateCopies, StateCopies]  # restores and saves; of a step that repeats none
-    version: int  # of the request pool
+    version: int  # the request pool's version
     steady: "SteadyState | None"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SteadyState:
-    """All running requests verify all K drafts, so the next steps have the same rows, until a request comes or nears
-    its end.
+    """All running requests verify all K drafts.
+
+    The next steps have the same rows, until a request arrives or nears its end.
     """
 
     num_repeats: int  # left, until a row could reach its last token
     room: Array  # int64 [R], positions that the pages of each row hold
     num_pages: int
     token_rows: Array  # int64 [R], where the slots' tokens begin in the flat table
-    stop_ids: Array | None  # int64 [R, 1, any]; None: no request has any
+    stop_ids: Array | None  # int64 [R, 1, any]; None if no request has stop ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedStep:
-    """A plan, and its rows. `undo` is the slots' state before; None: the step before has the same rows."""
+    """A plan and its rows. `undo` is the slots' previous state.
+
+    None if the previous step has the same rows.
+    """
 
     plan: StepPlan
     number: int
@@ -84,7 +87,6 @@ class StepPlanner:
         self._config = config
         self._policy = policy
         self._admission = Admission(request_pool, limits, config)
-        self._context_limit = ContextLimit(config.draft_length_by_context)
         self._num_steps = 0
         self._last: PlannedRows | None = None
 
@@ -92,7 +94,7 @@ class StepPlanner:
         """Plan the next step, whose rows are in flight then."""
         last = self._steady_rows()
         decoding = self._decoding() if last is None else last.rows.slot_ids
-        num_draft_tokens = self._choose_draft_length(decoding)
+        num_draft_tokens = min(self._policy.choose(len(decoding) or self._num_starting), self._limits.max_draft_len)
         if last is not None and last.rows.num_draft_tokens == num_draft_tokens:
             step = self._repeated(last)
             if step is not None:
@@ -114,9 +116,8 @@ class StepPlanner:
                 self._table.token_ids[slot, start : start + count]
                 for (slot, count), start in zip(prompts, starts.tolist(), strict=True)
             ]
-            scored = prompt_rows(
-                self._sequences(chunks[:, 0]), parts, starts=starts.tolist(), first_token_row=len(token_ids)
-            )
+            wanting = [sequence.prompt_logprobs for sequence in self._sequences(chunks[:, 0])]
+            scored = prompt_rows(wanting, parts, starts=starts.tolist(), first_token_row=len(token_ids))
             slots, num_tokens = np.concatenate((slots, chunks[:, 0])), np.concatenate((num_tokens, chunks[:, 1]))
             num_candidates = np.concatenate((num_candidates, np.zeros(len(prompts), np.int64)))
             context_lens, is_emitting = np.concatenate((context_lens, starts)), np.concatenate((is_emitting, is_last))
@@ -134,12 +135,6 @@ class StepPlanner:
             prompt_rows=scored,
         )
 
-    def _choose_draft_length(self, decoding: Array) -> int:
-        num_draft_tokens = min(self._policy.choose(len(decoding)), self._limits.max_draft_len)
-        if not self._config.draft_length_by_context:
-            return num_draft_tokens
-        return self._context_limit.apply(num_draft_tokens, self._table.max_context_len(decoding).tolist())
-
     def abandon(self, step: PlannedStep, previous: PlannedStep | None) -> None:
         """Take back a plan that did not run, the newest one; `previous` is uncommitted still."""
         slots, table = step.plan.rows.slot_ids, self._table
@@ -151,7 +146,7 @@ class StepPlanner:
         if step.undo is None and previous is not None:
             table.flight_step[slots[live]] = previous.number
         elif step.undo is None:
-            table.land(slots[live], step.number)
+            table.commit_rows(slots[live], step.number)
         else:
             for name, before in step.undo.items():
                 getattr(table, name)[slots[live]] = before[live]
@@ -236,11 +231,11 @@ class StepPlanner:
 
     def _steady_state(self, rows: StepRows) -> SteadyState | None:
         table, slots, k = self._table, rows.slot_ids, rows.num_draft_tokens
-        if len(slots) < len(self._request_pool.running) or not len(slots) or self._config.draft_length_by_context:
+        if len(slots) < len(self._request_pool.running) or not len(slots):
             return None
         if not ((rows.num_candidates == k) & (rows.context_lens == CHAINED) & ~table.is_constrained[slots]).all():
             return None
-        # The step in flight emits at most so many tokens, this one and each repetition k + 1, and k + 2 must be left.
+        # Tokens emitted at most: k + 1 each by the step in flight, this one and each repetition; k + 2 must be left.
         num_free = int(table.num_remaining(slots).min()) - (self._limits.max_draft_len + 1) - (k + 2)
         if num_free < k + 1:
             return None
@@ -294,7 +289,7 @@ class StepPlanner:
         return bool((is_emitting & (num_left >= 2)).any())
 
     def _decoding(self) -> Array:
-        """Slots that decode, by priority, without those whose uncommitted row is awaited, or their last for sure."""
+        """Decoding slots by priority, except if they await an uncommitted row or surely have their last token."""
         table, slots = self._table, self._request_pool.running_slots
         is_decoding = table.is_decoding[slots] & (table.num_remaining(slots) > table.num_sure(slots))
         decoding: Array = slots[is_decoding & may_follow(table, slots)]
@@ -317,6 +312,12 @@ class StepPlanner:
                 return
             self._request_pool.admit(sequence, now)
             budget -= int(self._table.num_pending(sequence.slot))
+
+    @property
+    def _num_starting(self) -> int:
+        """Requests whose first drafts are verified once their prompts are computed."""
+        num_requests = len(self._request_pool.running) + len(self._request_pool.waiting)
+        return min(num_requests, self._limits.max_batch_size)
 
     def _num_claimed_tokens(self, num_draft_tokens: int) -> int:
         """Tokens of this step for running requests, without those that drafts leave to prompts."""
@@ -369,10 +370,10 @@ class StepPlanner:
         return max(0, budget // num_decoding - 1)
 
     def _secure_anchor(self, sequence: Sequence) -> bool:
-        """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence` itself.
+        """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence`.
 
-        A row behind an uncommitted one needs pages for its longest outcome, and for windows before it was committed.
-        For those it waits a step; it preempts nobody.
+        A row after an uncommitted one needs pages for the longest outcome, and window pages as of before its commit.
+        For those it waits a step and preempts no request.
         """
         if sequence.slot is None:  # preempted for another one
             return False
@@ -396,4 +397,4 @@ class StepPlanner:
     def _prompt_chunks(self, budget: int) -> list[tuple[int, int]]:
         if self._config.max_prefill_tokens is not None:
             budget = min(budget, self._config.max_prefill_tokens)
-        return prompt_chunks(self._request_pool, self._prompting(), budget)
+        return self._request_pool.prompt_chunks(self._prompting(), budget)

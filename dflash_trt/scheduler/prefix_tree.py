@@ -1,7 +1,7 @@
-"""The tree of cached prefixes: the tokens of each full page, and the order in which idle pages are evicted.
+"""The tree of cached prefixes: the tokens of each full page, and the eviction order of idle pages.
 
-The page pool counts owners. A page holds target and draft K/V, so a hit restores both; those of layers with a window
-may be in pages of their own (`window_pages.py`), which come and go.
+The page pool counts owners. A page holds target and draft K/V, so a hit restores both; layers with a window may have
+pages of their own (`window_pages.py`), which come and go.
 """
 
 from collections import OrderedDict
@@ -13,8 +13,8 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 class PrefixNode:
     """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`.
 
-    `snapshot_id`: the recurrent state behind its last token, if kept. `window_pages`: of each group of layers with a
-    window, the page of the same tokens, if kept.
+    `snapshot_id` is the recurrent state after its last token, if cached. `window_pages` has one entry per group of
+    layers with a window: the page of the same tokens, if cached.
     """
 
     __slots__ = ("children", "page_id", "parent", "salt", "snapshot_id", "token_ids", "window_pages")
@@ -71,7 +71,7 @@ class PrefixTree:
         return path
 
     def extend(self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str) -> PrefixNode:
-        """Find or add the node for `token_ids` below `parent` (None: the root of `salt`).
+        """Find or add the node for `token_ids` below `parent`; None means the root of `salt`.
 
         An existing node keeps its own page; compare `page_id`.
         """
@@ -111,11 +111,11 @@ class PrefixTree:
         return list(self._nodes)
 
     def snapshot_ids(self) -> list[int]:
-        """Of all nodes that have one."""
+        """Snapshot ids of all nodes that have one."""
         return [node.snapshot_id for node in self._nodes.values() if node.snapshot_id is not None]
 
     def window_pages(self, index: int) -> list[int]:
-        """Of all nodes that have one in this group."""
+        """Window pages of this group, of all nodes that have one."""
         pages = (node.window_pages[index] for node in self._nodes.values())
         return [page_id for page_id in pages if page_id is not None]
 

@@ -1,4 +1,4 @@
-"""Waiting, running and paused requests, and the moves between them, which allocate and release their pages."""
+"""Waiting, running and paused requests. Moves between these states allocate and release pages."""
 
 import logging
 from bisect import insort
@@ -18,9 +18,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class RequestPool:
-    """All requests. `running` is ordered by priority; only running requests hold pages, and a slot in `table`.
+    """All requests. `running` is ordered by priority.
 
-    `paused` requests neither run nor wait until they are resumed.
+    Only running requests hold pages and a slot in `table`. `paused` requests neither run nor wait until they are
+    resumed.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class RequestPool:
         """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
         path, num_cached_pages = self._cached_prefix(sequence)
-        held = self.store.hold(path)
+        held = self.store.retain(path)
         num_tokens = len(sequence.token_ids)
         num_new = self.store.num_pages_for(num_tokens) - len(held)
-        slot = self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
-        self.windows.take(slot, path, sequence.max_len)
-        self.states.take(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
+        slot = self.table.assign_slot(sequence, held + self.store.allocate(num_new), num_kept=len(path))
+        self.windows.claim_pages(slot, path, sequence.max_len)
+        self.states.assign_snapshots(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
         sequence.prefix_path = path
         context_len = len(path) * self.store.page_size
         self.table.context_len[slot] = context_len
@@ -112,8 +113,9 @@ class RequestPool:
         return self.grow_all(np.array([slot]), np.array([num_new]))
 
     def grow_all(self, slots: Array, num_new: Array) -> bool:
-        """Get `num_new` more pages of every group for each of these slots, which decode, if that needs no preemption;
-        return True on success.
+        """Allocate `num_new` more pages of every group for each of these decoding slots.
+
+        Returns False if that needs preemption.
         """
         needy = np.flatnonzero(num_new > 0)
         if not len(needy):
@@ -135,12 +137,30 @@ class RequestPool:
         table.note_pages(rows, columns)
         return True
 
-    def lend(self, slot: int, start: int, num_tokens: int) -> int:
+    def lend_pages(self, slot: int, start: int, num_tokens: int) -> int:
         """Tokens of a prompt's chunk, at most `num_tokens`, that layers with windows have pages for now."""
         if not self.windows.has_groups:
             return num_tokens
         self._leave_windows(np.array([slot]))
-        return self.windows.lend(slot, start, num_tokens)
+        return self.windows.lend_pages(slot, start, num_tokens)
+
+    def prompt_chunks(self, slots: Array, budget: int) -> list[tuple[int, int]]:
+        """(slot, tokens) of each prompt chunk of a step: of `slots` in their order, while `budget` tokens last.
+
+        A chunk ends where the recurrent state of its slot is to be saved, or where layers with windows have no more
+        pages for it now, though more would fit. Its pages are lent.
+        """
+        chunks = []
+        starts, num_pending = self.table.max_context_len(slots).tolist(), self.table.num_pending(slots).tolist()
+        for slot, start, pending in zip(slots.tolist(), starts, num_pending, strict=True):
+            if budget <= 0:
+                break
+            num_tokens = self.states.chunk_len(slot, start, min(pending, budget))
+            num_tokens = self.lend_pages(slot, start, num_tokens)
+            if num_tokens:
+                chunks.append((slot, num_tokens))
+                budget -= num_tokens
+        return chunks
 
     def may_need_less(self, slot: int) -> bool:
         """True if the next row of a slot may do with fewer pages once its uncommitted one is committed."""
@@ -153,37 +173,37 @@ class RequestPool:
             sequence = self.table.sequences[slot]
             assert sequence is not None, "a slot without a request has no pages"
             if self.table.context_len[slot] >= self.table.fills_page_at[slot]:
-                self.keep_full_pages(sequence)
-            self.windows.leave(slot, num_prompt_tokens=len(sequence.request.prompt_token_ids))
+                self.cache_full_pages(sequence)
+            self.windows.release_passed_pages(slot, num_prompt_tokens=len(sequence.request.prompt_token_ids))
 
-    def keep_full_pages(self, sequence: Sequence) -> None:
-        """Cache the committed full pages of a running request. One that is not shared costs time, not a request."""
+    def cache_full_pages(self, sequence: Sequence) -> None:
+        """Cache the committed full pages of a running request. A failure costs time, but no request."""
         try:
-            self._keep_full_pages(sequence)
+            self._cache_full_pages(sequence)
         except Exception:  # noqa: BLE001
             _LOG.exception("request %s: its pages could not be cached", sequence.request_id)
 
-    def _keep_full_pages(self, sequence: Sequence) -> None:
+    def _cache_full_pages(self, sequence: Sequence) -> None:
         table, slot, page_size = self.table, sequence.slot, self.store.page_size
         assert slot is not None
         for index in range(int(table.num_kept[slot]), int(table.context_len[slot]) // page_size):
             page_id = int(table.page_ids[slot, index])
-            node = self.store.keep(
+            node = self.store.insert(
                 sequence.prefix_path[-1] if sequence.prefix_path else None,
                 table.token_ids[slot, index * page_size : (index + 1) * page_size].tolist(),
                 page_id,
                 salt=sequence.request.cache_salt,
             )
             if node is None:
-                table.never_share(np.array([slot]))
+                table.exclude_from_cache(np.array([slot]))
                 return
             if node.page_id != page_id:
                 table.page_ids[slot, index] = node.page_id
                 table.note_pages(np.array([slot]), np.array([index]))
-            self.windows.keep(slot, index, node)
+            self.windows.cache_page(slot, index, node)
             sequence.prefix_path.append(node)
             table.set_kept(slot, index + 1)
-            self.states.keep(slot, (index + 1) * page_size, node)
+            self.states.cache_snapshot(slot, (index + 1) * page_size, node)
 
     def page_ids(self, sequence: Sequence) -> list[int]:
         """Pages of a running request."""
@@ -198,7 +218,7 @@ class RequestPool:
         self.waiting.put_back(sequence)
 
     def pause(self, sequence: Sequence) -> None:
-        """Pause a request and release its pages. Full ones stay cached until evicted, so that resuming is cheap."""
+        """Pause a request and release its pages. Full ones stay cached until evicted, so resuming is cheap."""
         self._take_out(sequence)
         self.paused[sequence.request_id] = sequence
 
@@ -241,10 +261,11 @@ class RequestPool:
             assert table.num_kept[slot] == len(sequence.prefix_path)
 
     def _cached_prefix(self, sequence: Sequence) -> tuple[list[PrefixNode], int]:
-        """The prefix that `sequence` may take, and how many of its pages are cached: none while it needs the logits of
-        its prompt.
+        """The prefix that `sequence` may reuse, and how many of its pages are cached.
+
+        None of them while the request needs the logits of its prompt.
         """
-        if sequence.prompt_book is not None and not sequence.prompt_book.is_complete:
+        if sequence.prompt_logprobs is not None and not sequence.prompt_logprobs.is_complete:
             return [], 0
         path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
         return self.store.with_state(path), len(path)
@@ -254,9 +275,9 @@ class RequestPool:
             self.running.remove(sequence)
             self._running_slots, self.version = None, self.version + 1
             assert sequence.slot is not None
-            self.states.give_back(sequence.slot)
-            self.windows.give_back(sequence.slot)
-            self.store.release(self.table.give_back(sequence))
+            self.states.release_snapshots(sequence.slot)
+            self.windows.release_pages(sequence.slot)
+            self.store.release(self.table.release_slot(sequence))
             sequence.prefix_path = []
         elif sequence.request_id in self.paused:
             del self.paused[sequence.request_id]

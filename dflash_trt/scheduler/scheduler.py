@@ -20,7 +20,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
-from dflash_trt.scheduler.prompt_book import PromptBook
+from dflash_trt.scheduler.prompt_logprobs import PromptLogprobs
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_windows import SlotWindows
@@ -88,7 +88,7 @@ class Scheduler:
             arrived_s=now,
             max_len=min(num_prompt_tokens + request.sampling.max_new_tokens, max_len_of(self.limits)),
             token_ids=list(request.prompt_token_ids),
-            prompt_book=PromptBook.of(request),
+            prompt_logprobs=PromptLogprobs.of(request),
         )
         self._request_pool.enqueue(sequence)
         self._num_arrivals += 1
@@ -211,7 +211,7 @@ class Scheduler:
         return step
 
     def expire(self, now: float) -> None:
-        """End requests that waited or were paused too long; the next commit has their events. `plan` calls this."""
+        """End requests that waited or paused too long; the next commit has their events. `plan` calls this."""
         self._now = now
         for sequence in self._request_pool.waiting.expired(now):
             message = problem(
@@ -239,22 +239,22 @@ class Scheduler:
         return self.events_of(self.settle(step, result), elapsed_s=elapsed_s)
 
     def settle(self, step: PlannedStep, result: StepResult | None) -> CommittedStep | None:
-        """Commit the oldest planned step, as far as the next plan needs it. `result` is None for a step without rows.
+        """Commit the oldest planned step as far as the next plan needs it; None is the result without rows.
 
-        Rows of requests that have ended are ignored. A row that breaks the step contract ends its request with
-        "error", without effect on others.
+        Rows of requests that have ended are ignored. A row that breaks the step contract ends its request with "error",
+        without effect on others.
         """
         assert self._planned.popleft() is step, "steps are committed in the order in which they were planned"
         return None if result is None else self._committer.commit(step, result)
 
     def events_of(self, committed: CommittedStep | None, *, elapsed_s: float | None = None) -> list[TokenEvent]:
-        """Events of requests that ended while waiting, then those of the step's rows in their order."""
+        """Events of requests that ended while waiting, then the events of the step's rows in order."""
         events, self._ended = self._ended, []
         if committed is None:
             return events
         events += self._committer.events(committed)
         self._counts.add(committed)
-        if isinstance(self._policy, FixedDraftLength | BatchSizeDraftLength):
+        if isinstance(self._policy, BatchSizeDraftLength):
             return events  # nothing to learn
         try:
             self._policy.observe(_observation(committed, elapsed_s))
@@ -268,7 +268,7 @@ class Scheduler:
         self._planner.abandon(step, self._planned[-1] if self._planned else None)
 
     def lose_device(self, reason: str) -> list[TokenEvent]:
-        """Fail the running requests with `reason`: the device's state is gone. Those that wait keep their place."""
+        """Fail the running requests with `reason`: the device's state is gone. Waiting ones keep their place."""
         while self._planned:
             self.abandon()
         failed = [self.fail(sequence.request_id, reason) for sequence in list(self._request_pool.running)]
@@ -307,7 +307,7 @@ class Scheduler:
 
 
 def max_len_of(limits: ExecutorLimits) -> int:
-    """Maximum of a request's prompt and emitted tokens: max_seq_len, or the positions of all pages if fewer."""
+    """Maximum of prompt plus emitted tokens: max_seq_len, or the positions of all pages if fewer."""
     return min(limits.max_seq_len, limits.num_pages * limits.page_size)
 
 

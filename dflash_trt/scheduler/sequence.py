@@ -7,7 +7,7 @@ from dflash_trt.core.constraint import TokenMatcher
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics
 from dflash_trt.scheduler.prefix_tree import PrefixNode
-from dflash_trt.scheduler.prompt_book import PromptBook
+from dflash_trt.scheduler.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -30,11 +30,11 @@ class Sequence:
     paused_s: float | None = None  # since when it is paused
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
-    prompt_book: PromptBook | None = None  # of a request that wants log probabilities of its prompt
+    prompt_logprobs: PromptLogprobs | None = None  # for a request that wants log probabilities of its prompt
     sampling: StepSampling = field(init=False)
     logit_rules: LogitRules | None = field(init=False)
     matcher: TokenMatcher | None = field(init=False)
-    draft_tokens: list[int] = field(default_factory=list)  # with a matcher: those of its slot that it may allow
+    draft_tokens: list[int] = field(default_factory=list)  # with a matcher: the drafts in its slot that it may allow
 
     def __post_init__(self) -> None:
         """Raises RequestError: see `LogitRules.of`."""

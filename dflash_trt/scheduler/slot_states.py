@@ -1,8 +1,8 @@
-"""Recurrent states of slots: when they are filled from snapshots, and at which tokens of a prompt they are saved.
+"""Recurrent states of slots: when snapshots fill them, and at which prompt tokens they are saved.
 
-A chunk of a prompt ends where its state is to be saved, so that a snapshot is a plain copy of a slot behind a step, and
-no kernel knows of it. Prompts are saved behind their last full page, and where they leave the cached pages of another
-prompt: a beginning that two prompts share is found by the third.
+A prompt chunk ends where its state is to be saved, so a snapshot is a plain copy of a slot after a step, and no kernel
+knows of it. Prompts are saved after their last full page, and where they leave the cached pages of another prompt: a
+third prompt finds the prefix that two prompts share.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NONE: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A snapshot that an uncommitted step saves: the state behind `num_tokens` tokens."""
+    """A snapshot that an uncommitted step saves: the state after `num_tokens` tokens."""
 
     step: int
     num_tokens: int
@@ -28,7 +28,7 @@ class PendingSave:
 
 
 class SlotStates:
-    """What a target with recurrent layers adds to slots; for others nothing happens here."""
+    """Recurrent states of slots, for targets with recurrent layers; does nothing for others."""
 
     def __init__(self, snapshots: SnapshotStore, *, num_slots: int, page_size: int) -> None:
         self._snapshots = snapshots
@@ -37,20 +37,23 @@ class SlotStates:
         self._saved_at: list[list[int]] = [[] for _ in range(num_slots)]  # ascending numbers of tokens
         self._pending: list[list[PendingSave]] = [[] for _ in range(num_slots)]
 
-    def take(self, slot: int, path: list[PrefixNode], *, num_cached_pages: int, num_tokens: int) -> None:
-        """A request gets a slot. `path` is its prefix, held already; the pages of a longer one may be cached."""
+    def assign_snapshots(self, slot: int, path: list[PrefixNode], *, num_cached_pages: int, num_tokens: int) -> None:
+        """Choose the snapshots to restore and to save for a request with a new slot.
+
+        `path` is its prefix, held already; the pages of a longer one may be cached.
+        """
         if not self._snapshots.num_snapshots:
             return
         if path:
-            self._restored_from[slot] = self._snapshots.hold(path[-1])
+            self._restored_from[slot] = self._snapshots.retain(path[-1])
         places = {num_cached_pages, (num_tokens - 1) // self._page_size}
         self._saved_at[slot] = sorted(place * self._page_size for place in places if place > len(path))
 
-    def give_back(self, slot: int) -> None:
-        """A request leaves its slot."""
+    def release_snapshots(self, slot: int) -> None:
+        """Release the snapshots of a slot whose request leaves."""
         self._release(slot)
         for save in self._pending[slot]:
-            self._snapshots.give_back(save.snapshot_id)
+            self._snapshots.release_reserved(save.snapshot_id)
         self._pending[slot], self._saved_at[slot] = [], []
 
     def chunk_len(self, slot: int, start: int, num_tokens: int) -> int:
@@ -79,14 +82,14 @@ class SlotStates:
         for slot in slots.tolist():
             for save in [save for save in self._pending[slot] if save.step == step]:
                 self._pending[slot].remove(save)
-                self._snapshots.give_back(save.snapshot_id)
+                self._snapshots.release_reserved(save.snapshot_id)
 
-    def land(self, slots: Array) -> None:
-        """Rows of these slots are committed, so they are filled."""
+    def commit_rows(self, slots: Array) -> None:
+        """Release the snapshots that the committed rows of these slots have restored."""
         for slot in slots[self._restored_from[slots] != _NONE].tolist():
             self._release(slot)
 
-    def keep(self, slot: int, num_tokens: int, node: PrefixNode) -> None:
+    def cache_snapshot(self, slot: int, num_tokens: int, node: PrefixNode) -> None:
         """A slot's first `num_tokens` tokens end with `node` of the tree: it gets their state, if saved."""
         for save in [save for save in self._pending[slot] if save.num_tokens == num_tokens]:
             self._pending[slot].remove(save)
@@ -97,7 +100,7 @@ class SlotStates:
         assert (self._restored_from[free] == _NONE).all() and not any(self._pending[slot] for slot in free.tolist())
         ids = [save.snapshot_id for pending in self._pending for save in pending]
         held = set(self._restored_from[self._restored_from != _NONE].tolist())
-        assert len(ids) + len(held) == self._snapshots.num_in_use, "a snapshot is in use by nobody"
+        assert len(ids) + len(held) == self._snapshots.num_in_use, "a snapshot in use has no owner"
 
     def _release(self, slot: int) -> None:
         if self._restored_from[slot] != _NONE:

@@ -1,9 +1,8 @@
 """Pages of running requests in the groups of layers that keep a window of the last tokens.
 
-A request has a claim on the pages that decoding needs, whatever its length, so that no group with a window ever is a
-reason to preempt somebody. What no claim takes is lent to chunks of prompts, which are longer than a verify block.
-Pages that the committed length has passed are given back when more are needed: rows of steps that run, or are run
-again, are at that length or behind it.
+A request has a claim on the pages that decoding needs, whatever its length, so no window group ever causes preemption.
+Unclaimed pages are lent to prompt chunks, which are longer than a verify block. Pages before the committed length are
+returned when more are needed: rows of steps that run, or rerun, start at that length or later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,9 @@ from dflash_trt.scheduler.window_pages import WindowPages
 
 
 class SlotWindows:
-    """What layers with windows add to slots; for a target without any nothing happens here.
+    """Window pages of slots; does nothing for a target without windows.
 
-    A slot that decodes has pages of every group up to its `num_pages`, one whose prompt is computed up to its chunk.
+    A decoding slot has pages of every group up to its `num_pages`, a slot in prefill up to its chunk.
     """
 
     def __init__(self, groups: Sequence[WindowPages], table: SlotTable, limits: ExecutorLimits) -> None:
@@ -49,31 +48,31 @@ class SlotWindows:
 
     @property
     def num_pages_in_use(self) -> int:
-        """Of all groups."""
+        """Pages in use in all groups."""
         return sum(group.num_in_use for group in self._groups)
 
     # Requests
 
     def fits(self, max_len: int, staying: Iterable[int | None]) -> bool:
-        """True if a request of so many tokens may claim its pages beside those in the slots `staying`."""
+        """True if a request of `max_len` tokens may claim its pages in addition to the slots `staying`."""
         if not self._groups:
             return True
         taken = self._taken()[:, [slot for slot in staying if slot is not None]].sum(1)
         return bool((taken + self._claims_of(max_len) <= self._num_pages).all())
 
-    def take(self, slot: int, path: Sequence[PrefixNode], max_len: int) -> None:
-        """A request gets a slot. `path` is its prefix, of which it holds the pages of the last window."""
+    def claim_pages(self, slot: int, path: Sequence[PrefixNode], max_len: int) -> None:
+        """Claim pages for a request with a new slot; its prefix `path` has the pages of the last window."""
         for g, group in enumerate(self._groups):
             first = group.first_page(len(path) * self._limits.page_size)
-            page_ids = group.hold(path[first:])
+            page_ids = group.retain(path[first:])
             self._first[g, slot], self._stop[g, slot] = first, len(path)
             self._blank(g, slot, max(0, first - num_pages_for(MAX_KEY_BLOCK, self._limits.page_size)), first)
             self._set(g, np.full(len(page_ids), slot), np.arange(first, len(path)), page_ids)
         if self._groups:
             self._claims[:, slot] = self._claims_of(max_len)
 
-    def give_back(self, slot: int) -> None:
-        """A request leaves its slot."""
+    def release_pages(self, slot: int) -> None:
+        """Release all pages of a slot."""
         for g, group in enumerate(self._groups):
             group.release(self._page_ids(g, slot))
         self._first[:, slot] = self._stop[:, slot] = self._claims[:, slot] = 0
@@ -88,10 +87,10 @@ class SlotWindows:
             has_passed |= np.minimum(starts // page_size, self._stop[g, slots]) > self._first[g, slots]
         return slots[has_passed]
 
-    def leave(self, slot: int, *, num_prompt_tokens: int) -> None:
+    def release_passed_pages(self, slot: int, *, num_prompt_tokens: int) -> None:
         """Release the pages before the windows of a slot.
 
-        Those of a prompt stay cached for another one that begins like it. Inside of an answer nobody begins.
+        Pages of the prompt stay cached for requests with the same prefix. No request begins inside an answer.
         """
         num_prompt_pages = num_prompt_tokens // self._limits.page_size
         for g, group in enumerate(self._groups):
@@ -105,22 +104,22 @@ class SlotWindows:
                 self._blank(g, slot, start, first)
 
     def may_add(self, slots: Array, counts: Array) -> bool:
-        """True if the groups have so many more pages for each of these slots."""
+        """True if every group has `counts` more pages for these slots."""
         held = (self._stop - self._first)[:, slots]
         claims = self._claims[:, slots]
         lent = np.maximum(held + counts, claims) - np.maximum(held, claims)
         return not lent.any() or bool((self._taken().sum(1) + lent.sum(1) <= self._num_pages).all())
 
     def add(self, slots: Array, counts: Array) -> None:
-        """Give each of these slots so many more pages of every group; `may_add` has said that they are there."""
+        """Give each of these slots `counts` more pages of every group; check `may_add` first."""
         total, rows = int(counts.sum()), np.repeat(slots, counts)
         in_run = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         for g, group in enumerate(self._groups):
             self._set(g, rows, self._stop[g, rows] + in_run, group.allocate(total))
             self._stop[g, slots] += counts
 
-    def lend(self, slot: int, start: int, num_tokens: int) -> int:
-        """Tokens of a chunk from `start` on that there are pages for, which the slot gets; at most `num_tokens`."""
+    def lend_pages(self, slot: int, start: int, num_tokens: int) -> int:
+        """Lend pages to a chunk from `start` on; returns its tokens that have pages, at most `num_tokens`."""
         page_size = self._limits.page_size
         for g in range(len(self._groups)):
             held = int(self._stop[g, slot] - self._first[g, slot])
@@ -136,14 +135,14 @@ class SlotWindows:
             self._stop[g, slot] = max(stop, int(self._stop[g, slot]))
         return num_tokens
 
-    def keep(self, slot: int, column: int, node: PrefixNode) -> None:
-        """A page of a slot is that of `node` now: its pages with windows are cached as well."""
+    def cache_page(self, slot: int, column: int, node: PrefixNode) -> None:
+        """Make a slot's page the node's: cache its window pages with the node, too."""
         for g, group in enumerate(self._groups):
             if not self._first[g, slot] <= column < self._stop[g, slot]:
                 continue
             place = (slot, self._column(g) + column)
             page_id = int(self._table.page_ids[place])
-            kept = group.keep(node, page_id)
+            kept = group.insert(node, page_id)
             if kept != page_id:
                 self._set(g, np.array([slot]), np.array([column]), [kept])
 
@@ -177,7 +176,7 @@ class SlotWindows:
         return taken
 
     def _column(self, g: int) -> int:
-        """Of the group's first page in the page table."""
+        """Column of the group's first page in the page table."""
         return (g + 1) * self._limits.max_pages
 
     def _page_ids(self, g: int, slot: int) -> list[int]:

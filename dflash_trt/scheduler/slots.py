@@ -1,7 +1,7 @@
-"""Running requests by slot, their place on the device: one array per property, so that a step costs no object a token.
+"""Running requests by slot: one array per property, so that a step costs no object per token.
 
-A slot is free, or has one request from its admission to its end or preemption. At most one step of it is uncommitted
-while another one is planned.
+The device has the same slots. A slot is free, or has one request from its admission to its end or preemption. At most
+one step of it is uncommitted while another one is planned.
 """
 
 from collections.abc import Sequence as Items
@@ -25,16 +25,16 @@ class SlotTable:
     def __init__(self, limits: ExecutorLimits) -> None:
         size, self._page_size = limits.max_batch_size, limits.page_size
         self.sequences: list[Sequence | None] = [None] * size
-        # Prompt and emitted tokens, and room for a row of a step behind them; costs memory only as it is touched.
+        # Prompt and emitted tokens, with room for one more row of a step; memory is used only where touched.
         self.token_ids = np.zeros((size, limits.max_seq_len + limits.max_draft_len + 1), np.int64)
         self.page_ids = np.zeros((size, limits.table_width), np.int64)  # columns as in PageUpdates
         self.num_tokens = np.zeros(size, np.int64)
-        self.num_pages = np.zeros(size, np.int64)  # of the first group
-        self.num_kept = np.zeros(size, np.int64)  # of the pages, in the prefix tree
+        self.num_pages = np.zeros(size, np.int64)  # pages of the first group
+        self.num_kept = np.zeros(size, np.int64)  # pages of them in the prefix tree
         self.fills_page_at = np.zeros(size, np.int64)  # the context length from which one more can be kept
         self.max_len = np.zeros(size, np.int64)
         self.context_len = np.zeros(size, np.int64)  # tokens whose K/V are committed
-        self.epoch = np.full(size, -1)  # of the request's admission; -1: free
+        self.epoch = np.full(size, -1)  # number of the request's admission; -1 if free
         self.stop_ids = np.full((size, 1), NO_TOKEN)  # int64 [S, any]
         self.wants_logprobs = np.zeros(size, bool)
         self.num_top_logprobs = np.zeros(size, np.int64)
@@ -45,7 +45,7 @@ class SlotTable:
         # A chained row may follow: the last planned row emits. It has `num_drafts` drafts to verify.
         self.is_decoding = np.zeros(size, bool)
         self.num_drafts = np.zeros(size, np.int64)
-        # The newest uncommitted row: it writes at most so many positions; 0: there is none.
+        # Positions that the newest uncommitted row writes at most; 0 without one.
         self.flight_tokens = np.zeros(size, np.int64)
         self.flight_candidates = np.zeros(size, np.int64)
         self.flight_emits = np.zeros(size, bool)
@@ -57,8 +57,8 @@ class SlotTable:
         self._has_rules = [True] * size
         self._slot_updates: tuple[SlotUpdate, ...] = ()
 
-    def take(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> int:
-        """Give a request a slot and its pages, of which the first `num_kept` are those of its cached prefix.
+    def assign_slot(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> int:
+        """Give a request a slot and its pages; the first `num_kept` are its cached prefix.
 
         Returns the slot.
         """
@@ -84,7 +84,7 @@ class SlotTable:
         self._note_rules(slot, sequence)
         return slot
 
-    def give_back(self, sequence: Sequence) -> list[int]:
+    def release_slot(self, sequence: Sequence) -> list[int]:
         """Free a request's slot; its tokens go back to it. Returns its pages."""
         slot = sequence.slot
         assert slot is not None
@@ -102,8 +102,8 @@ class SlotTable:
         self.num_kept[slot] = num_kept
         self.fills_page_at[slot] = (num_kept + 1) * self._page_size
 
-    def never_share(self, slots: Array) -> None:
-        """Keep none of their pages any more: their logits were not finite, so K/V may not be either; or nobody does."""
+    def exclude_from_cache(self, slots: Array) -> None:
+        """Keep their pages out of the prefix cache: it is off, or logits and so perhaps K/V are not finite."""
         self.fills_page_at[slots] = _NEVER
 
     def add_pages(self, slot: int, page_ids: Items[int]) -> None:
@@ -147,13 +147,13 @@ class SlotTable:
             self._slot_updates += (SlotUpdate(slot=slot, rules=rules, token_ids=token_ids),)
             self._has_rules[slot] = rules is not None
 
-    def land(self, slots: Array, number: int) -> None:
-        """The rows of a step are committed; a later one may be in flight already."""
-        landed = slots[self.flight_step[slots] == number]
-        self.flight_tokens[landed] = self.flight_candidates[landed] = 0
-        self.flight_emits[landed] = False
+    def commit_rows(self, slots: Array, number: int) -> None:
+        """Mark the rows of a step as committed; a later step may be in flight already."""
+        committed = slots[self.flight_step[slots] == number]
+        self.flight_tokens[committed] = self.flight_candidates[committed] = 0
+        self.flight_emits[committed] = False
 
-    # Of some slots
+    # Columns of some slots
 
     def num_remaining(self, slots: Any) -> Array:
         """Tokens that may still be emitted, as far as steps are committed."""
@@ -193,4 +193,4 @@ class SlotTable:
 
 _NONE = np.zeros(0, np.int64)
 _NO_PAGES = PageUpdates(slots=_NONE, columns=_NONE, page_ids=_NONE)
-NO_UPDATES: tuple[PageUpdates, tuple[SlotUpdate, ...]] = (_NO_PAGES, ())  # of a step without rows, which does not run
+NO_UPDATES: tuple[PageUpdates, tuple[SlotUpdate, ...]] = (_NO_PAGES, ())  # for a step without rows, which does not run

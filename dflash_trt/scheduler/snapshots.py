@@ -1,7 +1,7 @@
-"""Snapshots of recurrent state, which let a prefix be shared: their ids. The executor knows their memory.
+"""Ids of recurrent state snapshots, which let requests share a prefix. The executor owns their memory.
 
-A snapshot is free, reserved for a step that saves it, or owned by the node of the prefix tree whose last token it
-follows. Requests that begin with it hold it until their slots are filled from it; others may be evicted for new ones.
+A snapshot is free, reserved for a step that saves it, or owned by the prefix tree node whose last token it follows.
+Requests that begin with it hold it until their slots are filled from it; others may be evicted for new ones.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ class SnapshotStore:
         return len(self._reserved) + sum(count > 0 for count in self._num_holders)
 
     def reserve(self) -> int | None:
-        """An id to save to, that of the least recently used snapshot if none is free; None if all are in use."""
+        """A snapshot id to save to, evicting the least recently used one if needed; None if all are in use."""
         if not self._free:
             idle = next((snapshot_id for snapshot_id in self._nodes if not self._num_holders[snapshot_id]), None)
             if idle is None:
@@ -44,7 +44,7 @@ class SnapshotStore:
         self._reserved.add(snapshot_id)
         return snapshot_id
 
-    def give_back(self, snapshot_id: int) -> None:
+    def release_reserved(self, snapshot_id: int) -> None:
         """Free a reserved one."""
         self._reserved.remove(snapshot_id)
         self._free.append(snapshot_id)
@@ -52,7 +52,7 @@ class SnapshotStore:
     def attach(self, snapshot_id: int, node: PrefixNode) -> None:
         """Give a reserved one, which is saved, to its node; a node that has one keeps that."""
         if node.snapshot_id is not None:
-            self.give_back(snapshot_id)
+            self.release_reserved(snapshot_id)
             return
         self._reserved.remove(snapshot_id)
         self._nodes[snapshot_id] = node
@@ -67,7 +67,7 @@ class SnapshotStore:
         self._free.append(node.snapshot_id)
         node.snapshot_id = None
 
-    def hold(self, node: PrefixNode) -> int:
+    def retain(self, node: PrefixNode) -> int:
         """Keep the snapshot of a node from eviction; return its id."""
         assert node.snapshot_id is not None
         self._nodes.move_to_end(node.snapshot_id)
@@ -79,7 +79,7 @@ class SnapshotStore:
         self._num_holders[snapshot_id] -= 1
 
     def check_integrity(self, of_nodes: Iterable[int]) -> None:
-        """Assert that each id is in one place, and that those of the tree are known."""
+        """Assert that each id is in one place, and that the tree's ids are known."""
         places = sorted([*self._free, *self._reserved, *self._nodes])
         assert places == list(range(self.num_snapshots)), "a snapshot is in two places, or in none"
         assert sorted(of_nodes) == sorted(self._nodes), "the tree has other snapshots than the store"

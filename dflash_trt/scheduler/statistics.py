@@ -40,7 +40,7 @@ class SchedulerStatistics:
     num_pages_in_use_now: int
     num_pages_kept_now: int  # by the prefix tree, in use or idle
     num_evicted_pages: int
-    num_window_pages: int = 0  # of layers with windows, which have pages of their own
+    num_window_pages: int = 0  # pages of window layers, which have pages of their own
     num_window_pages_in_use_now: int = 0
 
     @property

@@ -1,18 +1,21 @@
 """A model of step times, fitted to the steps that ran.
 
 It has a table of medians per (number of decoding requests, K), and a linear model that fills the table's gaps and
-subtracts the prompt tokens of mixed steps. All times are in seconds.
+subtracts the prompt tokens of mixed steps. The model starts from a prior, of which the first steps tell the scale: what
+a step costs before its first row, in rows. All times are in seconds.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from dflash_trt.core.draft_lengths import DRAFTER_FRACTION
 
 _NUM_SAMPLES = 35  # per table entry; their median ignores outliers
 _KEYS_PER_DOUBLING = 4
-_DECAY = 0.998  # of the model's samples, per step
-_RIDGE = 1e-3
+_DECAY = 0.998  # per step, of the model's samples
+_PRIOR_WEIGHT = 0.02  # squared noise of a step over squared doubt of the prior's weights
 _MODEL_WEIGHT = 2  # samples that the model's estimate counts for, so that a single outlier has no effect
 _NUM_TO_BELIEVE = 3  # measurements that make a K known
 _MIN_S = 1e-5
@@ -38,9 +41,10 @@ class _Entry:
 class StepCosts:
     """Step times by batch size and K. Batch sizes that differ by less than about a fifth share an entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_fixed_rows: float = 10.0) -> None:
+        """`num_fixed_rows`: rows that cost as much as a step without any, to begin with."""
         self._table: dict[tuple[int, int], _Entry] = {}
-        self._model = _LinearModel(num_features=len(_features(1, 0, 0)))
+        self._model = _LinearModel(_prior(num_fixed_rows))
         self._num_steps = 0
         self._pace = 1.0  # present step time / recorded step time
 
@@ -54,8 +58,8 @@ class StepCosts:
         features = _features(num_decoding, num_draft_tokens, num_prefill_tokens)
         usual_s = elapsed_s / self._pace
         expected_s = self._model.predict(features)
-        if expected_s is None or usual_s < _MAX_OUTLIER * max(expected_s, _MIN_S):
-            self._model.add(features, usual_s)
+        if not self._model.has_values or usual_s < _MAX_OUTLIER * max(expected_s, _MIN_S):
+            self._model.add(features, usual_s, sets_scale=num_decoding > 0)
         if not num_decoding:
             return
         entry = self._table.setdefault(_key(num_decoding, num_draft_tokens), _Entry())
@@ -69,16 +73,19 @@ class StepCosts:
         entry.samples.append(decode_s)
         entry.median_s = _median(entry.samples)
 
-    def estimate(self, num_decoding: int, num_draft_tokens: int) -> float | None:
-        """Seconds of a step without prompt tokens, at the present pace; None before the first measurement."""
+    def estimate(self, num_decoding: int, num_draft_tokens: int) -> float:
+        """Seconds of a step without prompt tokens, at the present pace; in rows before the first measurement."""
         expected_s = self._model.predict(_features(num_decoding, num_draft_tokens, 0))
-        if expected_s is None:
-            return None
         expected_s = max(expected_s, self._min_s(num_decoding, num_draft_tokens))
         expected_s = min(expected_s, self._max_s(num_decoding, num_draft_tokens))
         entry = self._table.get(_key(num_decoding, num_draft_tokens))
         samples = entry.samples if entry is not None else ()
         return self._pace * _median([*samples, *[expected_s] * _MODEL_WEIGHT])
+
+    def prefill_s(self, num_prefill_tokens: int) -> float:
+        """Seconds that prompt tokens add to a step, at the present pace."""
+        features = _features(0, 0, num_prefill_tokens)
+        return self._pace * max(0.0, self._model.part(features, len(features) - 1))
 
     def age(self, num_decoding: int, num_draft_tokens: int) -> int | None:
         """Steps since such a step was last measured; None if measured too seldom."""
@@ -94,7 +101,7 @@ class StepCosts:
         return any((key, num_draft_tokens) in self._table for key in nearby)
 
     def _update_pace(self, entry: _Entry, decode_s: float) -> None:
-        """Estimate the machine's present speed, which drifts with clocks and load, from a well-known kind of step.
+        """Estimate the machine's current speed from a well-known kind of step; it drifts with clocks and load.
 
         Otherwise a K that was measured at a slow moment would look expensive for long.
         """
@@ -126,40 +133,58 @@ class StepCosts:
 
 
 class _LinearModel:
-    """Least squares of the relative error, with decaying weights. Features should be of order 1."""
+    """Least squares of the relative error, with decaying weights. Features should be of order 1.
 
-    def __init__(self, num_features: int) -> None:
-        self._moments = [[0.0] * num_features for _ in range(num_features)]
-        self._products = [0.0] * num_features
-        self._weights: list[float] | None = None
+    `prior` are the weights without values, up to their scale; it follows the values.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = prior
+        self._moments = [[0.0] * len(prior) for _ in prior]
+        self._products = [0.0] * len(prior)
+        self._scale = (0.0, 0.0)  # sums of prior / value and of its square
+        self._weights = list(prior)
         self._num_new = 0  # values since the weights were solved for
         self._patience = 1  # values between two solutions, which take some 50 us
 
-    def add(self, features: list[float], value: float) -> None:
-        """Add a positive value."""
+    @property
+    def has_values(self) -> bool:
+        """True if any value has set the scale."""
+        return self._scale[1] > 0
+
+    def add(self, features: list[float], value: float, *, sets_scale: bool) -> None:
+        """Add a positive value. `sets_scale`: the prior's scale follows it."""
         features = [feature / value for feature in features]
         for row, left in zip(self._moments, features, strict=True):
             for column, right in enumerate(features):
                 row[column] = row[column] * _DECAY + left * right
         self._products = [product * _DECAY + feature for product, feature in zip(self._products, features, strict=True)]
+        if sets_scale:
+            ratio = sum(weight * feature for weight, feature in zip(self._prior, features, strict=True))
+            self._scale = (self._scale[0] * _DECAY + ratio, self._scale[1] * _DECAY + ratio * ratio)
         self._num_new += 1
 
-    def predict(self, features: list[float]) -> float | None:
-        if not any(self._products):
-            return None
+    def predict(self, features: list[float]) -> float:
         return sum(self.part(features, index) for index in range(len(features)))
 
     def part(self, features: list[float], index: int) -> float:
         """Contribution of one feature to the prediction."""
-        if self._weights is None or self._num_new >= self._patience:
-            self._weights = _solve(self._moments, self._products)
+        if self._num_new >= self._patience and self.has_values:
+            scale = self._scale[0] / self._scale[1]
+            self._weights = _solve(self._moments, self._products, [scale * weight for weight in self._prior])
             self._patience = min(2 * self._patience, _MAX_PATIENCE)
             self._num_new = 0
         return self._weights[index] * features[index]
 
 
+def _prior(num_fixed_rows: float) -> list[float]:
+    """Weights of `_features` of a step whose rows cost 1 each."""
+    drafter = DRAFTER_FRACTION
+    return [num_fixed_rows, 16.0, 64 * (1 + drafter), drafter * num_fixed_rows, 16 * drafter, 256.0]
+
+
 def _features(num_decoding: int, num_draft_tokens: int, num_prefill_tokens: int) -> list[float]:
-    """Constant, requests, rows beyond one each, 1 with drafts, requests with drafts, and last prompt tokens."""
+    """Features: 1, requests, drafts of all, 1 with drafts, requests with drafts, prompt tokens."""
     is_drafting = float(num_draft_tokens > 0)
     return [
         1.0,
@@ -181,13 +206,13 @@ def _key(num_decoding: int, num_draft_tokens: int) -> tuple[int, int]:
     return (round(_KEYS_PER_DOUBLING * math.log2(max(1, num_decoding))), num_draft_tokens)
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination of (matrix + ridge) x = right; the ridge makes it positive definite."""
+def _solve(matrix: list[list[float]], right: list[float], prior: list[float]) -> list[float]:
+    """Gaussian elimination of (matrix + ridge) x = right + ridge prior; the ridge makes it positive definite."""
     size = len(right)
-    ridge = _RIDGE * max(matrix[i][i] for i in range(size))
     rows = [[*matrix[i], right[i]] for i in range(size)]
     for i in range(size):
-        rows[i][i] += ridge
+        rows[i][i] += _PRIOR_WEIGHT / prior[i] ** 2
+        rows[i][size] += _PRIOR_WEIGHT / prior[i]
     for i in range(size):
         for j in range(i + 1, size):
             factor = rows[j][i] / rows[i][i]

@@ -1,7 +1,7 @@
-"""Pages of a group of layers that read a window of the last tokens: allocated, cached for prefixes, evicted.
+"""Pages of a group of layers that read a window of the last tokens: allocated, cached, evicted.
 
-A node of the prefix tree may have such a page beside the page that it is. Others than these may be evicted on their
-own: a prefix can be begun behind as long as the pages of its last window are there.
+A prefix tree node may have such a page in addition to its own. Window pages may be evicted on their own: a request can
+begin after a prefix as long as the pages of its last window are there.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ class WindowPages:
         return self.num_pages - self._pool.num_free - len(self._idle)
 
     def first_page(self, num_tokens: int) -> int:
-        """Index of the first page that rows behind `num_tokens` committed tokens read."""
+        """Index of the first page that rows after `num_tokens` committed tokens read."""
         return max(0, num_tokens - self.window + 1) // self._page_size
 
     def allocate(self, count: int) -> list[int]:
@@ -56,33 +56,33 @@ class WindowPages:
                     self._idle.move_to_end(page_id, last=False)
 
     def covers(self, path: Sequence[PrefixNode]) -> list[bool]:
-        """For each node, whether a request can begin behind it: the pages of the window before are cached."""
+        """For each node, True if a request can begin after it: the pages of the window before are cached."""
         found, run = [], 0  # nodes in sequence that have their page
         for length, node in enumerate(path, start=1):
             run = 0 if node.window_pages[self._index] is None else run + 1
             found.append(run >= length - self.first_page(length * self._page_size))
         return found
 
-    def hold(self, nodes: Sequence[PrefixNode]) -> list[int]:
+    def retain(self, nodes: Sequence[PrefixNode]) -> list[int]:
         """Retain the pages of some nodes, which have them."""
         page_ids = []
         for node in nodes:
             page_id = node.window_pages[self._index]
-            assert page_id is not None, "a prefix is begun behind without its window"
+            assert page_id is not None, "a request begins after a prefix without its window"
             self._idle.pop(page_id, None)
             self._pool.retain(page_id)
             page_ids.append(page_id)
         return page_ids
 
-    def keep(self, node: PrefixNode, page_id: int) -> int:
-        """Cache the caller's page with `node`, unless that has one, which is the caller's then. Returns the page."""
+    def insert(self, node: PrefixNode, page_id: int) -> int:
+        """Cache the caller's page with `node`; if the node has one, the caller uses that. Returns the page."""
         known = node.window_pages[self._index]
         if known is None:
             node.window_pages[self._index], self._nodes[page_id] = page_id, node
             self._pool.retain(page_id)
             return page_id
         if known != page_id:
-            self.hold([node])
+            self.retain([node])
             self._pool.release(page_id)
         return known
 
@@ -104,4 +104,4 @@ class WindowPages:
         assert all(node.window_pages[self._index] == page_id for page_id, node in self._nodes.items())
         self._pool.check_integrity([*holdings, list(self._nodes)])
         idle = {page_id for page_id in self._nodes if self._pool.num_owners(page_id) == 1}
-        assert idle == self._idle.keys(), "cached pages that nobody uses are not exactly the idle ones"
+        assert idle == self._idle.keys(), "unused cached pages and idle pages differ"

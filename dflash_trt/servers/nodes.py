@@ -1,4 +1,4 @@
-"""Command lines that serve an engine of backend tensorrt_llm on several nodes: trtllm-llmapi-launch under MPI.
+"""Commands that serve a tensorrt_llm engine on several nodes: trtllm-llmapi-launch under MPI.
 
 Source: examples/llm-api/llm_mgmn_trtllm_serve.sh of TensorRT-LLM. As many MPI processes as ranks, all with one command.
 """

@@ -25,13 +25,14 @@ class Detokenizer(Protocol):
     """One per request."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is incomplete. How tokens are grouped changes
-        nothing but its pieces.
+        """The text that these tokens complete; empty while a character is incomplete.
+
+        How tokens are grouped into calls changes only how the text is split.
         """
         ...
 
     def held(self) -> str:
-        """Whole characters of the tokens so far that `push` holds back, because later tokens may still change them."""
+        """Complete characters that `push` holds back because later tokens may still change them."""
         ...
 
     def flush(self) -> str:
@@ -91,8 +92,8 @@ class ByteFallbackDetokenizer:
 
     def _begin_run(self) -> None:
         self._decoder.reset()
-        self._characters = ""  # of the run so far
-        self._num_bytes = 0  # of the run, up to the one that makes it invalid
+        self._characters = ""  # the current run's text
+        self._num_bytes = 0  # length of the run, up to the byte that makes it invalid
         self._is_invalid = False
 
     def _of_byte(self, byte: int) -> str:
@@ -197,7 +198,7 @@ class WindowDetokenizer:
 
 
 def _without_spaces(text: str, num_spaces: int) -> tuple[str, int]:
-    """`text` without up to so many leading spaces, and how many may still go from what follows."""
+    """`text` without up to `num_spaces` leading spaces, and how many may still be removed from later text."""
     if not num_spaces:
         return text, 0
     num_cut = min(len(text) - len(text.lstrip(" ")), num_spaces)

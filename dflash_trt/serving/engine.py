@@ -42,7 +42,7 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits: ...
 
     def start(self) -> None:
-        """Begin to serve; called once, by whoever owns the engine."""
+        """Begin to serve; the owner of the engine calls it once."""
         ...
 
     def submit(
@@ -53,10 +53,10 @@ class Engine(Protocol):
         max_pending_tokens: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
-        """Take a request; its answer comes through the stream. No `detokenizer`: no text.
+        """Submit a request; its answer comes through the stream. Without `detokenizer` there is no text.
 
-        A request whose reader leaves `max_pending_tokens` untaken (None: any number) gives its place to others.
-        `on_ready` is called in the engine's thread when there is something to take again; it must be quick and neither
+        A request whose reader leaves `max_pending_tokens` unread is paused so that others can run; None means no limit.
+        `on_ready` is called in the engine's thread when there is something to read again; it must be quick and neither
         read nor call back.
 
         Raises:
@@ -82,8 +82,8 @@ class Engine(Protocol):
         ...
 
     def close(self, *, drains: bool = False) -> None:
-        """Refuse new requests, cancel those that run, or let them finish with `drains`, and give back what is owned.
+        """Refuse new requests, cancel running ones, or let them finish if `drains`, and release resources.
 
-        Calling it again does nothing, nor in a forked child.
+        It has no effect a second time, or in a forked child.
         """
         ...

@@ -37,11 +37,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Implements Engine over an executor. `start` gives it its thread; without one, call `step` until it returns False.
+    """Implements Engine over an executor, in the thread that `start` starts.
 
-    `overlaps` plans each step while the one before it runs. `clock` gives seconds and never goes back.
-    `records_steps` keeps each request's events in its output. `reopen` gives a new executor, with the same limits, in
-    the place of one that is lost; requests that ran on that one fail, those that wait are served.
+    Without a thread, call `step` until it returns False. `overlaps` plans each step while the previous one runs.
+    `clock` gives seconds and never goes back. `records_steps` keeps each request's events in its output. `reopen`
+    returns a new executor with the same limits to replace a lost one; requests that ran on the lost one fail, waiting
+    ones are served.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class EngineLoop:
         self._recorder = Recorder(clock())
         self._mailboxes: dict[str, Mailbox] = {}
         self._forgotten: deque[Callable[[FinishReason], None]] = deque()  # ends of streams that were garbage collected
-        self._lock = threading.RLock()  # of everything above
+        self._lock = threading.RLock()  # guards everything above
         self._changed = threading.Condition(self._lock)
         self._reopen = reopen
         self._make_runner = partial(
@@ -81,10 +82,10 @@ class EngineLoop:
         max_pending_tokens: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
-        """Take a request from any thread; it starts when it is its turn. No `detokenizer`: no text.
+        """Submit a request from any thread; it starts in its turn. Without `detokenizer` there is no text.
 
-        The engine never waits for a reader. A request whose reader has not taken `max_pending_tokens` (None: any
-        number) gives its place to others until they are taken. `on_ready` is called when there is something to take
+        The engine never waits for a reader. A request whose reader has not read `max_pending_tokens` is paused until
+        they are read, so that others can run; None means no limit. `on_ready` is called when there is something to read
         again, in the engine's thread, which holds a lock then: it must be quick and neither read nor call back.
 
         Raises:
@@ -176,11 +177,11 @@ class EngineLoop:
             self._scheduler.watch_prefixes(watcher)
 
     def check_integrity(self) -> None:
-        """Assert the scheduler's invariants, and that each of its requests has somebody waiting for it."""
+        """Assert the scheduler's invariants, and that each of its requests has a mailbox and vice versa."""
         self._own_process.check()
         with self._lock:
             self._scheduler.check_integrity()
-            assert self._scheduler.request_ids() == set(self._mailboxes), "a request nobody waits for, or the reverse"
+            assert self._scheduler.request_ids() == set(self._mailboxes), "requests and mailboxes differ"
 
     # Inside
 
@@ -225,7 +226,7 @@ class EngineLoop:
                     if not self._scheduler.has_work:
                         self._scheduler.check_integrity()
                         self._changed.wait(_PARKED_POLL_S if self._scheduler.num_paused else None)
-        except BaseException as error:  # noqa: BLE001 - a bug of ours: nobody may be left waiting
+        except BaseException as error:  # noqa: BLE001 - a bug of ours: no caller may be left waiting
             _LOG.exception("the engine loop died")
             self._fail_everybody(f"the engine stopped: {type(error).__name__}: {error}")
 

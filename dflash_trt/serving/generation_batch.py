@@ -1,13 +1,14 @@
-"""The requests of one `generate` call: what is one prompt, who samples how, and their outputs in order."""
+"""The requests of one `generate` call: prompts, sampling parameters, and outputs in order."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
+from queue import SimpleQueue
 from typing import Any, cast
 
 from dflash_trt.core.checked_values import checked, instance, tuple_of
@@ -17,7 +18,6 @@ from dflash_trt.core.sampling import MAX_SAMPLES
 from dflash_trt.serving.prompts import Prompt
 from dflash_trt.serving.samples import QUEUE_POLL_S, joined_output, samples_of
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.stream_group import StreamGroup
 
 SAMPLING = instance("SamplingParams", SamplingParams)
 _SAMPLINGS = tuple_of("SamplingParams, or a list of one for each prompt", SAMPLING)
@@ -25,8 +25,55 @@ Sampling = SamplingParams | Sequence[SamplingParams] | None
 OnOutput = Callable[[int, GenerationOutput], None]  # a prompt's index, and its output
 
 
+class StreamGroup:
+    """Streams by a number of the caller's, for one thread. Outputs come in the order of completion."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, RequestStream] = {}
+        self._news: SimpleQueue[tuple[int, bool]] = SimpleQueue()  # whose; True: it has ended
+
+    def __len__(self) -> int:
+        """The number of requests that run."""
+        return len(self._streams)
+
+    def start(self, number: int, submit: Callable[..., RequestStream], *, reads_as_it_comes: bool) -> None:
+        """Add the stream of a new request; `submit` takes its `on_ready`.
+
+        It is read when it has ended, in one go, or as it comes: so must those with stop strings be, which end thereby.
+        """
+        on_ready = partial(self._news.put, (number, False)) if reads_as_it_comes else None
+        stream = self._streams[number] = submit(on_ready=on_ready)
+        stream.call_at_end(partial(self._news.put, (number, True)))
+
+    def next_output(self) -> tuple[int, GenerationOutput]:
+        """Read until a request has ended; there must be one."""
+        assert self._streams, "nothing runs"
+        while (ended := self._read_one()) is None:
+            pass
+        return ended
+
+    def read_ready(self) -> Iterator[tuple[int, GenerationOutput]]:
+        """Read what is there, without waiting; the requests that have ended."""
+        while not self._news.empty():
+            if (ended := self._read_one()) is not None:
+                yield ended
+
+    def cancel(self) -> None:
+        """End all of them."""
+        for stream in self._streams.values():
+            stream.cancel()
+
+    def _read_one(self) -> tuple[int, GenerationOutput] | None:
+        number, has_ended = self._news.get()
+        if has_ended:
+            return number, self._streams.pop(number).result()
+        if number in self._streams:
+            self._streams[number].take_steps()
+        return None
+
+
 def list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt] | None:
-    """None for one prompt: text, an object, and token ids (a list or an array that begins with an integer).
+    """None if `prompts` is one prompt: text, an object, or token ids (its first item is an int).
 
     Raises:
         RequestError: the messages of a conversation, which are for `chat`; or neither a prompt nor a list.
@@ -68,7 +115,7 @@ async def gathered(outputs: Iterable[Coroutine[None, None, GenerationOutput]]) -
 def output_without_tokens(
     request_id: str, finish_reason: FinishReason, *, text: str | None, error: str | None = None
 ) -> GenerationOutput:
-    """Of a request that never reached the engine. `text` is None without a tokenizer."""
+    """Output of a request that never reached the engine. `text` is None without a tokenizer."""
     return GenerationOutput(
         request_id=request_id,
         text=text,
@@ -114,7 +161,7 @@ class Batch:
         self._on_output = on_output
         self._outputs: dict[int, GenerationOutput] = {}
         self._num_samples: dict[int, int] = {}
-        self._samples: dict[int, dict[int, GenerationOutput]] = {}  # of prompts that are not finished
+        self._samples: dict[int, dict[int, GenerationOutput]] = {}  # by prompt, until all samples are finished
         self._group = StreamGroup()
 
     def add(self, index: int, request_id: str, read: Callable[[], Request]) -> None:

@@ -29,23 +29,24 @@ from dflash_trt.serving.generation_batch import (
     one_each,
     output_without_tokens,
 )
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.prompts import ChatMessage, Prompt, TemplateOptions, conversation, conversations
 from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.samples import SampleStreams, samples_of
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.stream_chunk import StreamChunk
 
 if TYPE_CHECKING:
     from dflash_trt.serving.engine import Engine, EngineLimits
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of Request beside its prompt and sampling."""
+    """Fields of Request other than its prompt and sampling."""
 
     priority: int
     queue_timeout_s: float | None
     cache_salt: str
+    reports_drafts: bool
 
 
 # A call with very many prompts hands the engine this many per place in the batch, the others as these end.
@@ -75,7 +76,7 @@ class Generator:
         self._has_seed = seed is not None
         self._has_said_limited = False
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards the two above
         engine.start()
         self._close = finalize(self, engine.close)  # also when it is forgotten, and at exit
 
@@ -90,16 +91,31 @@ class Generator:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
-        self, prompts: Prompt, sampling_params: SamplingParams | None = None, *, on_output: OnOutput | None = None
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_output: OnOutput | None = None,
+        reports_drafts: bool = False,
     ) -> GenerationOutput: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, on_output: OnOutput | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        on_output: OnOutput | None = None,
+        reports_drafts: bool = False,
     ) -> list[GenerationOutput]: ...
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None, *, on_output: OnOutput | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        on_output: OnOutput | None = None,
+        reports_drafts: bool = False,
     ) -> GenerationOutput | list[GenerationOutput]:
         """One output for one prompt, a list for a list of prompts, which run together, in their order.
 
@@ -108,7 +124,8 @@ class Generator:
         prompts, with one SamplingParams for all or one for each: `[1, 2, 3]` is one prompt, `[[1, 2, 3]]` a list.
 
         Among several, a prompt that is refused gets finish_reason "error" and its reason in `error`; the others are
-        unharmed. `on_output` is called in this thread with each prompt's index and output as it is finished.
+        unharmed. `on_output` is called in this thread with each prompt's index and output as it is finished. With
+        `reports_drafts` the steps of an output have the drafts: see `marked_texts`.
 
         Raises:
             RequestError: the only prompt is refused; `prompts` are the messages of a conversation; or `sampling_params`
@@ -116,7 +133,7 @@ class Generator:
             QueueFullError: too many requests wait already; a list waits for its turn.
             ForkError: this is a child that was forked from the engine's process.
         """
-        return self._generate(prompts, sampling_params, on_output)
+        return self._generate(prompts, sampling_params, on_output, reports_drafts=reports_drafts)
 
     @overload
     def chat(
@@ -255,7 +272,9 @@ class Generator:
         on_ready: Callable[[], None] | None = None,
         **fields: Unpack[RequestOptions],
     ) -> SampleStreams:
-        """Start all `n` samples of a prompt; otherwise as `submit`. Samples 1, 2, ... have `/1`, `/2` behind the id.
+        """Start all `n` samples of a prompt; otherwise as `submit`. Samples 1, 2, ...
+
+        Get id suffixes `/1`, `/2`.
 
         Raises:
             RequestError: the prompt is refused, or the queue has no room for all samples.
@@ -304,7 +323,9 @@ class Generator:
         with self._lock:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
+    def _request(
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int, reports_drafts: bool = False
+    ) -> Request:
         """Raises RequestError when this engine cannot take it."""
         read = self._reader.read(prompt, sampling)
         self._say_if_limited(len(read.prompt_token_ids), sampling.max_new_tokens)
@@ -318,6 +339,7 @@ class Generator:
             constraint=read.constraint,
             seed=seed if sampling.seed is None else sampling.seed,
             is_reproducible=self._has_seed or sampling.seed is not None,
+            reports_drafts=reports_drafts,
         )
 
     def _say_if_limited(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
@@ -340,29 +362,40 @@ class Generator:
         return self._engine.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
 
     def _generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling, on_output: OnOutput | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling,
+        on_output: OnOutput | None,
+        *,
+        reports_drafts: bool = False,
     ) -> GenerationOutput | list[GenerationOutput]:
         on_output = checked("on_output", on_output, _ON_OUTPUT)
         several = list_of_prompts(prompts)
         if several is not None:
-            return self._generate_all(several, one_each(several, sampling), on_output)
+            return self._generate_all(several, one_each(several, sampling), on_output, reports_drafts=reports_drafts)
         one = cast(Prompt, prompts)
         (params,) = one_each([one], sampling)
-        with self.submit_samples(one, params) as streams:
+        with self.submit_samples(one, params, reports_drafts=reports_drafts) as streams:
             output = streams.result()
         if on_output is not None:
             on_output(0, output)
         return output
 
     def _generate_all(
-        self, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams], on_output: OnOutput | None
+        self,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[SamplingParams],
+        on_output: OnOutput | None,
+        *,
+        reports_drafts: bool,
     ) -> list[GenerationOutput]:
+        read = partial(self._request, reports_drafts=reports_drafts)
         batch = Batch(self._start, self._refusal, max_running=self._max_running, on_output=on_output)
         try:
             for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
                 number, seed = self._draw()
                 request_id = _request_id(number)
-                batch.add(index, request_id, partial(self._request, prompt, params, request_id=request_id, seed=seed))
+                batch.add(index, request_id, partial(read, prompt, params, request_id=request_id, seed=seed))
             return batch.finish()
         finally:  # an interrupt, or a callback that raised
             batch.cancel()
@@ -386,7 +419,10 @@ class Generator:
                 return await streams.result_async()
 
     def _refusal(self, request_id: str, error: Exception) -> GenerationOutput:
-        """Of one of many prompts. A bug of ours, or a prompt of a type nobody foresaw, ends its own request only."""
+        """Output of a prompt that could not be read.
+
+        Bugs and unknown prompt types fail their own request only.
+        """
         if isinstance(error, RequestError):
             message = str(error)
         else:

@@ -1,4 +1,4 @@
-"""Structured output: what requests say of their texts, compiled by llguidance with the tokenizer of an engine."""
+"""Structured output: the constraints of requests, compiled by llguidance with an engine's tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _TIME_LIMIT_S: Final = 4.0  # to compile a constraint
 
 
 class GrammarCompiler:
-    """Compiles for one engine. Any thread may call it; the first call reads the tokenizer, about a second for 150k."""
+    """Compiles grammars for one engine, from any thread.
+
+    The first call reads the tokenizer: about a second for 150k tokens.
+    """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int) -> None:
         """`tokenizer` is a Tokenizer of the tokenizers library."""
@@ -41,13 +44,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._compiled: dict[tuple[str, str], Grammar] = {}  # the one used last at the end
-        self._lock = Lock()  # of the two above
+        self._lock = Lock()  # guards the two above
 
     def compile(self, sampling: SamplingParams) -> Grammar:
-        """Of parameters that have a `grammar_field`.
+        """Compile the constraint of parameters that have a `grammar_field`.
 
         Raises:
-            RequestError: what they ask for is wrong, or not implemented by llguidance.
+            RequestError: the constraint is wrong, or llguidance does not implement it.
         """
         field = sampling.grammar_field
         assert field is not None
@@ -224,7 +227,10 @@ class GrammarMatcher:
         return self._matcher.validate_tokens([*token_ids, self._vocabulary.end_id]) > len(token_ids)
 
     def _allow_stops(self, bits: Any, rows: Any) -> None:
-        """Of rows where the text may end. Without a stop token, and nothing else to follow, any token ends it."""
+        """Allow stop tokens in `rows`, where the text may end.
+
+        Without stop tokens, any token ends a text that cannot go on.
+        """
         for token in self._stop_ids:
             _set_bit(bits, rows, token, True)
         if not self._stop_ids:
@@ -247,7 +253,7 @@ def _set_bit(bits: Any, rows: Any, token: int, value: bool) -> None:
 
 
 def _threads() -> MaskThreads:
-    """Of the calling thread, in this process: a forked child has none of its parent's threads."""
+    """MaskThreads of the calling thread in this process: a forked child has none of its parent's threads."""
     if getattr(_OF_THREAD, "process_id", None) != os.getpid():
         _OF_THREAD.process_id, _OF_THREAD.threads = os.getpid(), MaskThreads()
     threads: MaskThreads = _OF_THREAD.threads
@@ -255,7 +261,7 @@ def _threads() -> MaskThreads:
 
 
 def _executor() -> LLExecutor:
-    """Of the calling thread."""
+    """The calling thread's executor."""
     if not hasattr(_OF_THREAD, "executor"):
         _OF_THREAD.executor = LLExecutor(1)
     executor: LLExecutor = _OF_THREAD.executor

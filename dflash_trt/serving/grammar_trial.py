@@ -1,7 +1,7 @@
-"""Trials of constraints, without harm to the engine: a compiler on hostile input may crash, loop or eat all memory.
+"""Try constraints outside the engine: hostile input may crash a compiler, or exhaust time or memory.
 
 Runs in a process of its own, `grammar_worker.py`, with less stack than any thread of the engine has. What llguidance
-compiled cannot leave a process, so the engine compiles anew what has passed.
+compiled cannot leave a process, so the engine compiles constraints that pass a second time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 # White space between two tokens of JSON, for schemas without options of their own; without a limit a model may write it
 # until max_new_tokens.
 _JSON_OPTIONS: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-# Of one mask or token. The time for an item grows with the number of the grammar's rules that apply at one place.
+# Limits of one mask or token. The time per item grows with the number of grammar rules that apply at one place.
 _LIMITS: Final = LLParserLimits(step_max_items=10_000, verbose_errors=False)
 
-NUM_TOKENS: Final = 16  # of the text that a trial writes
+NUM_TOKENS: Final = 16  # tokens of text that a trial writes
 MAX_STEP_S: Final = 0.25  # processor time of one token of it, mask included
 
 

@@ -58,29 +58,30 @@ class LLM(Generator):
         on_progress: Callable[[int, int], None] | None = None,
         **fields: Any,
     ) -> None:
-        """`fields` are those of RuntimeConfig, and replace those of `config`.
+        """`fields` are fields of RuntimeConfig and replace those in `config`.
 
-        `num_draft_tokens` is K (default: the engine's max_draft_len). With `adaptive_draft_length` it is the maximum,
-        and each step takes the K with the best estimated throughput. `draft_length={1: 7, 16: 5}` is K by the number of
-        decoding requests. `draft_length_policy` and `scheduler_config` set the same and more, in the scheduler's terms.
+        `draft_length` is K, or K by the number of decoding requests, as in {1: 7, 16: 5}; by default such
+        a table, which begins with the engine's max_draft_len (`core.draft_lengths`). With `adaptive_draft_length` it is
+        the maximum, and each step takes the K with the best estimated throughput. `draft_length_policy` and
+        `scheduler_config` set the same and more, in the scheduler's terms.
 
-        `overlap_scheduling` submits each step before the results of the one that runs are read, by default on a GPU: in
-        float32 on a CPU the same tokens, and time gained where the device is not the CPU that plans.
+        `overlap_scheduling` submits each step before the results of the running step are read (default: on a GPU). In
+        float32 on a CPU the tokens are the same; it saves time where the device is not the CPU that plans.
 
-        K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (by
-        default half on a CPU).
+        K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (by default
+        half on a CPU).
 
-        `device` is where an engine of the torch backend runs: "cpu", "cuda", or "auto", the GPU where there is one.
-        An engine of several ranks starts a process for each rank but one, and ends them with `close`; threads and
-        memory are then those of each rank. `num_threads` None: an even share for each rank of the cores that affinity
-        and cgroups leave to this process, and no more than OMP_NUM_THREADS.
+        `device` is where an engine of the torch backend runs: "cpu", "cuda", or "auto", a GPU if there is one. An
+        engine of several ranks starts a process for each rank but one, and ends them with `close`; threads and memory
+        then count per rank. `num_threads` defaults to an even share per rank of the cores that affinity and cgroups
+        leave to this process, and at most OMP_NUM_THREADS.
 
         `seed` draws the seeds of requests without one reproducibly; `SamplingParams` says when equal seeds give equal
-        texts. More than `max_queue_len` waiting requests are refused; None: any number may wait.
+        texts. `max_queue_len` limits the waiting requests, and further ones are refused; None means no limit.
 
-        `before_load` is called when settings, device and tokenizer are found to be in order, before any weights are
-        read: what it raises ends the opening. `on_progress` is called with the bytes of weights that are read so far,
-        and those of all (of rank 0), in a thread of the engine.
+        `before_load` is called when settings, device and tokenizer have been checked and before any weights are read;
+        an exception of it ends the opening. `on_progress` is called with the bytes of weights read so far and the total
+        (of rank 0), in a thread of the engine.
 
         Raises:
             EngineDirError: the directory is not an engine this version can run, or TensorRT-LLM is missing, which runs
@@ -110,6 +111,11 @@ class LLM(Generator):
         target, draft = self.engine.manifest.target, self.engine.manifest.draft
         drafter = "no drafter" if draft is None else f"{draft.algorithm} drafter"
         return f"<LLM {self.engine.path}: {target.family}, {drafter}, on {self.config.device}>"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's `tokenizers.Tokenizer`; None for an engine without one."""
+        return None if self.codec is None else self.codec.backend
 
     @property
     def chat_template_options(self) -> ChatTemplateOptions:

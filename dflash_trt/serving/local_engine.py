@@ -1,4 +1,4 @@
-"""The engine of an engine directory in this process: executor, scheduler and loop, opened and closed together."""
+"""Opens and closes an engine directory's executor, scheduler and loop together, in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_trt.core.garbage import paused_collection
 from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 
@@ -45,7 +45,7 @@ class LocalEngine(EngineLoop):
         self._executor.close()
 
     def _replace_executor(self) -> EngineExecutor:
-        with suppress(Exception):  # of a broken device
+        with suppress(Exception):  # the device may be broken
             self._executor.close()
         self._executor = self._open_executor()
         return self._executor
@@ -61,7 +61,7 @@ def checked_config(
     """`config` resolved for this engine on this machine; nothing is loaded.
 
     Raises:
-        ConfigError: an object stands beside a setting that it replaces; or see `resolved_config`.
+        ConfigError: an object and a setting that it replaces are both given; or see `resolved_config`.
     """
     let_threads_sleep()  # before PyTorch is imported
     from dflash_trt.executor.opening import resolved_config
@@ -96,13 +96,9 @@ def _open(
     policy = draft_length_policy or _policy(config)
     if scheduler_config is None:
         scheduler_config = SchedulerConfig(
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_queue_len=config.max_queue_len,
-            draft_length_by_context=config.draft_length_by_context or {},
+            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len
         )
-    limits_of_context = scheduler_config.draft_length_by_context.values()
-    draft_lens = tuple(sorted({*policy.lengths, *limits_of_context}))
-    open_one = partial(open_executor, engine, config, draft_lens=draft_lens)
+    open_one = partial(open_executor, engine, config, draft_lens=policy.lengths)
     executor = open_one()
     with ExitStack() as stack:  # until everything is well
         stack.callback(executor.close)
@@ -113,21 +109,19 @@ def _open(
 
 
 def _policy(config: RuntimeConfig) -> DraftLengthPolicy:
-    """Of a resolved config."""
-    if config.draft_length:
-        return BatchSizeDraftLength(config.draft_length)
+    """Draft length policy of a resolved config."""
     if config.adaptive_draft_length:
-        return AdaptiveDraftLength(config.max_draft_tokens)
-    return FixedDraftLength(config.max_draft_tokens)
+        return AdaptiveDraftLength(config.max_draft_tokens, device="cpu" if config.device == "cpu" else "cuda")
+    return BatchSizeDraftLength(config.draft_length or {1: 0})
 
 
 def _check_once_decided(
     config: RuntimeConfig, scheduler_config: SchedulerConfig | None, draft_length_policy: DraftLengthPolicy | None
 ) -> None:
-    """A setting beside an object that decides the same would be ignored."""
+    """Refuse a setting if an object that decides the same is given: it would be ignored."""
     decided_by = (
-        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len", "draft_length_by_context")),
-        ("draft_length_policy", draft_length_policy, ("num_draft_tokens", "adaptive_draft_length", "draft_length")),
+        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len")),
+        ("draft_length_policy", draft_length_policy, ("adaptive_draft_length", "draft_length")),
     )
     problems = [
         problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), hint="Drop one.")

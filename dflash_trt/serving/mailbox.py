@@ -30,7 +30,7 @@ class Mailbox:
         self.num_tokens = 0  # delivered, up to a cut
         self._max_pending_tokens = max_pending_tokens
         self._on_ready = on_ready
-        self._lock = threading.Lock()  # of what follows; held for moments only
+        self._lock = threading.Lock()  # guards the state below; held briefly
         self._arrivals: list[Arrival] = []
         self._num_pending_tokens = 0
         self._last: Arrival | None = None
@@ -45,7 +45,7 @@ class Mailbox:
         return self._last
 
     def put(self, event: TokenEvent, now: float) -> bool:
-        """Hand an event over; True if the reader is too far behind and the request is to be paused.
+        """Hand an event over; True if the reader lags too far and the request must be paused.
 
         The reader calls for it to be resumed when it has taken the events.
         """
@@ -75,7 +75,7 @@ class Mailbox:
         return is_paused
 
     def run_callbacks(self) -> None:
-        """Run those of the end; called after the last `put`, when the engine is ready to be called back."""
+        """Run the end callbacks; called after the last `put`, when the engine is ready to be called back."""
         assert self._last is not None
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []

@@ -21,7 +21,7 @@ class LateError(Exception):
 
 
 class MaskThreads:
-    """Of one caller at a time."""
+    """Worker threads of one caller at a time."""
 
     def __init__(self) -> None:
         self._threads = [_MaskThread() for _ in range(_NUM_THREADS)]

@@ -1,4 +1,4 @@
-"""Opening of an engine directory as an Engine: one whose steps run here, or one that TensorRT-LLM runs."""
+"""Opens an engine directory as an Engine, whose steps run here or in TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class OpenedEngine(Engine, Protocol):
-    """An engine ready to start. `config` is what it was opened with, resolved; no `page_plan`: pages are its own."""
+    """An engine ready to start. `config` is resolved.
+
+    `page_plan` is None if another runtime owns the pages.
+    """
 
     @property
     def config(self) -> RuntimeConfig: ...

@@ -1,8 +1,9 @@
-"""One request's token events made into text, chunks and, at the end, its output, in the thread of the reader."""
+"""Turns one request's token events into text, chunks and finally its output, in the reader's thread."""
 
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
@@ -10,17 +11,54 @@ from dflash_trt.core.request import FinishReason, GenerationOutput, Request, Req
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.mailbox import Arrival
 from dflash_trt.serving.stop_strings import StopStrings
-from dflash_trt.serving.stream_chunk import StreamChunk, merged
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 
 
-class OutputProcessor:
-    """`detokenizer` None gives token ids only. Stop strings cut the tokens, too: the last one completes the string.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamChunk:
+    """Tokens and text since the last chunk.
 
-    Events after that are ignored but for their end, so what comes out depends on the tokens alone: not on how steps
-    grouped them, and not on when the engine learned of the stop string.
+    `text` is None without a tokenizer; the last chunk has `output`. Text may lag the tokens while it could be part of a
+    character or of a stop string. `num_draft_tokens` drafts were verified for these tokens, and `num_accepted_tokens`
+    of the drafts accepted. `top_logprobs` has an entry per token, if they were requested.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    output: GenerationOutput | None = None
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    sample_index: int = 0
+
+
+def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
+    """Several chunks of one request, at least one, as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return StreamChunk(
+        text=None if chunks[0].text is None else "".join(chunk.text or "" for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        num_draft_tokens=sum(chunk.num_draft_tokens for chunk in chunks),
+        num_accepted_tokens=sum(chunk.num_accepted_tokens for chunk in chunks),
+        finish_reason=chunks[-1].finish_reason,
+        output=chunks[-1].output,
+        top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+        sample_index=chunks[0].sample_index,
+    )
+
+
+class OutputProcessor:
+    """Makes chunks; without `detokenizer`, of token ids only.
+
+    Stop strings cut the tokens, too: the last token completes the string. Later events are ignored except for their
+    end, so the output depends on the tokens alone: not on how steps grouped them, and not on when the engine learned of
+    the stop string.
     """
 
     def __init__(
@@ -63,7 +101,7 @@ class OutputProcessor:
         return merged(self._held)
 
     def _read_tokens(self, events: list[TokenEvent], arrivals: Sequence[Arrival]) -> StreamChunk:
-        """`events` are those of `arrivals` that have tokens."""
+        """`events` are the events in `arrivals` that have tokens."""
         try:
             events, text = self._decode(events)
         except Exception as error:  # noqa: BLE001 - text that cannot be made of these tokens fails this request only

@@ -27,7 +27,7 @@ KWARGS_KEY = "chat_template_kwargs"
 
 
 class PromptReader:
-    """`codec` None: the engine has no tokenizer and takes token ids only.
+    """Reads prompts; without `codec` (an engine without tokenizer), token ids only.
 
     A prompt of more than `max_tokens` is refused, before it is tokenized if its length alone says so.
     """
@@ -57,11 +57,11 @@ class PromptReader:
                     found=shown(token_id),
                     hint="Encode the prompt with the tokenizer of the target.",
                 )
-        return tuple(map(int, token_ids))  # those of numpy would not go into JSON
+        return tuple(map(int, token_ids))  # NumPy integers would not go into JSON
 
     @property
     def max_text_bytes(self) -> int | None:
-        """Of a text prompt; None: any number."""
+        """Limit of a text prompt; None means no limit."""
         if self._codec is None or self._max_tokens is None:
             return None
         return self._codec.max_text_bytes(self._max_tokens)
@@ -124,7 +124,7 @@ def conversation(messages: Sequence[ChatMessage], **options: Unpack[TemplateOpti
 def conversations(
     messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]], **options: Unpack[TemplateOptions]
 ) -> Prompt | list[Prompt]:
-    """The prompt of a list of messages, or those of a list of such lists."""
+    """The prompt of a list of messages, or the prompts of a list of such lists."""
     if messages and not isinstance(messages[0], Mapping):
         return [conversation(each, **options) for each in cast(Sequence[Sequence[ChatMessage]], messages)]
     return conversation(cast(Sequence[ChatMessage], messages), **options)
@@ -135,7 +135,7 @@ def _sequence(value: Any, name: str) -> Sequence[Any]:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return value
     if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set):
-        with suppress(TypeError):  # of an array without axes
+        with suppress(TypeError):  # an array without axes raises it
             return list(value)
     raise RequestError.about(
         name, expected="a list", found=type(value).__name__, hint="Pass text, token ids or messages."

@@ -1,4 +1,4 @@
-"""What a request asks for, in terms of an engine: its token ids, the spellings of its words, its constraint."""
+"""A request in the engine's terms: its token ids, the token ids of its words, its constraint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestReader:
         self.prompts = PromptReader(codec, vocab_size=vocab_size, max_tokens=max_tokens)
 
     def read(self, prompt: Prompt, sampling: SamplingParams | None = None) -> ReadRequest:
-        """Raises RequestError: the engine cannot take the prompt, or what its parameters say of tokens and texts."""
+        """Raise RequestError if the engine cannot take the prompt, or the tokens and texts of its parameters."""
         params = SamplingParams() if sampling is None else checked("sampling parameters", sampling, SAMPLING)
         for field in self._fields_without_tokenizer(params):
             raise RequestError.about(

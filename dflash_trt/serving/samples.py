@@ -1,4 +1,4 @@
-"""The n samples of one prompt: a request each, which share the pages of the prompt, and one handle for all of them."""
+"""The n samples of one prompt: one request each, sharing the prompt's pages, and one handle for all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Final
 from dflash_trt.core.errors import QueueFullError
 from dflash_trt.core.request import GenerationOutput, Request
 from dflash_trt.core.sampling import sample_seed
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.stream_chunk import StreamChunk
 
 QUEUE_POLL_S: Final = 0.01
 
 
 def samples_of(request: Request) -> list[Request]:
-    """One request for each of `sampling.n`, sample 0 first, which is that of n = 1.
+    """One request for each of `sampling.n`; sample 0 comes first and equals the request with n = 1.
 
-    The others wait until it has computed the prompt. The log probabilities of the prompt are those of sample 0.
+    The others wait until it has computed the prompt. Only sample 0 has log probabilities of the prompt.
     """
     sampling = request.sampling
     if sampling.n == 1:
@@ -50,8 +50,9 @@ def joined_output(samples: Sequence[GenerationOutput]) -> GenerationOutput:
 
 
 class SampleStreams:
-    """The answers to one prompt: iterate over their chunks, whose `sample_index` says whose they are, with `for` or
-    `async for`, or wait for the `result`. `cancel`, and the end of a `with` block, end all of them.
+    """The answers to one prompt: iterate over chunks with `for` or `async for`, or wait for `result`.
+
+    A chunk's `sample_index` names its sample. `cancel`, and the end of a `with` block, end all samples.
 
     A plain iteration and `result` block; one reader at a time, as with a RequestStream.
     """

@@ -18,21 +18,25 @@ _NUM_RECENT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """A quantity: `count` and `mean` since the start, percentiles of the most recent 4096 values. None: no value."""
+    """A quantity: `count` and `mean` since the start, percentiles of the last 4096 values.
+
+    None without values.
+    """
 
     count: int
     mean: float | None
     p50: float | None
     p90: float | None
     p99: float | None
-    max: float | None  # of all
+    max: float | None  # since the start
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatistics:
-    """Times in seconds. Inter-token latency is a request's mean: time after its first token / tokens after it.
+    """Statistics with times in seconds.
 
-    `scheduler` has what our own scheduler counts; None for an engine with another one.
+    Inter-token latency is a mean per request, without its first token. `scheduler` has the counts of our scheduler;
+    None for an engine with another one.
     """
 
     uptime_s: float
@@ -40,7 +44,7 @@ class EngineStatistics:
     num_running_now: int
     num_requests: int  # that ended
     num_requests_by_finish_reason: dict[FinishReason, int]
-    num_emitted_tokens: int  # of requests that ended; without those after a stop string, unless the request ended first
+    num_emitted_tokens: int  # in ended requests; without tokens after a stop string, unless the request ended first
     num_failed_steps: int
     queue_time_s: Distribution
     time_to_first_token_s: Distribution

@@ -22,7 +22,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """Outcome of a committed step. `elapsed_s` is the device's time; None if nothing ran, or the step failed."""
+    """Outcome of a committed step. `elapsed_s` is device time; None if nothing ran or the step failed."""
 
     events: list[TokenEvent]
     elapsed_s: float | None = None

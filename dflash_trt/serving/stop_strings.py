@@ -1,4 +1,4 @@
-"""Ends a text at the first of several stop strings to be complete, however the text is cut into pieces.
+"""Ends a text at the first complete stop string, however the text is cut into pieces.
 
 An Aho-Corasick automaton: each character is read once, whatever the number of stop strings.
 """
@@ -17,7 +17,7 @@ class StopStrings:
         self.is_found = False
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is sure to stay. The stop string and what follows it never come out."""
+        """The part of the text so far that is final. The stop string and later text are never returned."""
         if self._automaton is None:
             return text
         assert not self.is_found, "the text has ended"
@@ -43,9 +43,9 @@ class StopStrings:
 
 
 class _Automaton:
-    """A state is the longest end of the text that begins a stop string; 0 is the empty one.
+    """A state is the longest suffix of the text that begins a stop string; 0 is the empty suffix.
 
-    Of each state: `depth`, its length, and `matched`, the length of the longest stop string it ends with (0: none).
+    `depth` is each state's length, and `matched` the length of the longest stop string it ends with (0 without one).
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class _Automaton:
         self._link()
 
     def read(self, text: str, state: int) -> tuple[int | None, int]:
-        """Where in `text` the first stop string ends (None: nowhere), and the state there."""
+        """Index after the first stop string in `text` (None without one), and the state there."""
         if not state and self._first.isdisjoint(text):
             return None, 0
         for index, character in enumerate(text):

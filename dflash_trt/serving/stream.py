@@ -1,7 +1,7 @@
 """The answer to one request, as its reader sees it. Text is made here, in the reader's thread.
 
-The engine never waits. A reader that falls behind gets what came since as one chunk, so a stream holds no more than the
-request's own tokens.
+The engine never waits. A reader that lags gets everything since its last read as one chunk, so a stream holds no more
+than the request's own tokens.
 """
 
 import asyncio
@@ -17,12 +17,11 @@ from weakref import WeakKeyDictionary
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, GenerationOutput
 from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor
-from dflash_trt.serving.stream_chunk import StreamChunk, merged
+from dflash_trt.serving.output_processor import OutputProcessor, StreamChunk, merged
 
 
 class EndRequest(Protocol):
-    """An engine's way of ending one request, from any thread: its last event comes with this reason, at once or soon.
+    """Ends one request of an engine, from any thread: its last event comes soon, with this reason.
 
     Does nothing after the end. The reader calls it with "cancelled", with "stop" when it has found a stop string, and
     with "error" when the tokens cannot be turned into text.
@@ -32,11 +31,11 @@ class EndRequest(Protocol):
 
 
 class RequestStream:
-    """A request's answer: iterate over its chunks, with `for` or `async for`, or wait for the whole `result`.
+    """A request's answer: iterate over its chunks with `for` or `async for`, or wait for `result`.
 
-    One reader at a time. Stop strings are found when the tokens are read: a request with stop strings that nobody reads
-    runs until `max_pending_tokens` or its length ends it. Leaving a loop early does not end the request: call `cancel`,
-    or use the stream as a context manager. A stream that is forgotten cancels its request.
+    One reader at a time. Stop strings are found when the tokens are read: a request with stop strings that is never
+    read runs until `max_pending_tokens` or its length ends it. Leaving a loop early does not end the request: call
+    `cancel`, or use the stream as a context manager. A stream that is forgotten cancels its request.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class RequestStream:
         end: EndRequest,
         resume: Callable[[], None] | None = None,
     ) -> None:
-        """`resume` takes a request up again that was paused because nobody read it."""
+        """`resume` resumes a request that was paused because its tokens were not read."""
         self.request_id = output_processor.request.request_id
         self._mailbox = mailbox
         self._end = end
@@ -131,7 +130,7 @@ class RequestStream:
             if self._reading.output is not None:
                 return []
             future: asyncio.Future[None] = loop.create_future()
-            wake = partial(_doorbell_of(loop).ring, loop, future)
+            wake = partial(_waker_of(loop).wake, loop, future)
             if self._mailbox.add_waiter(wake):
                 try:
                     await future
@@ -140,7 +139,7 @@ class RequestStream:
         return chunks
 
     def cancel(self) -> None:
-        """End the request now; a last chunk with finish_reason "cancelled" comes. Nothing happens after its end."""
+        """End the request now; a last chunk with finish_reason "cancelled" comes. Has no effect after the end."""
         self._end("cancelled")
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
@@ -150,7 +149,7 @@ class RequestStream:
     def call_when_done(self, callback: Callable[[GenerationOutput], None]) -> None:
         """Have `callback` run in the engine's thread at the end, with the output; it must be quick.
 
-        The text that nobody has read is made there, too: where many requests run, rather have a thread read them.
+        Unread text is made there, too: with many running requests, rather let a thread read them.
         """
         reading = self._reading  # not the stream, which may be forgotten
         self._mailbox.call_at_end(lambda: callback(reading.finish()))
@@ -166,7 +165,8 @@ class _Reading:
         self._output_processor = output_processor
         self._end = end
         self._resume = resume
-        self._lock = threading.Lock()  # of what follows, and the processor; the engine's lock is never taken under it
+        # guards the state below and the processor; never held when the engine's lock is taken
+        self._lock = threading.Lock()
         self._unread: list[StreamChunk] = []  # but made
         self._is_end_known = False  # to the engine
 
@@ -210,33 +210,33 @@ class _Reading:
         return was_paused
 
 
-class _Doorbell:
-    """Wakes the readers of one event loop: all those of a step with one call into it, which costs 10 us."""
+class _LoopWaker:
+    """Wakes the readers of one event loop: one call, which costs 10 us, for all readers of a step."""
 
     def __init__(self) -> None:
         self._futures: deque[asyncio.Future[None]] = deque()
-        self._has_rung = False
+        self._is_scheduled = False
 
-    def ring(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
+    def wake(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
         """Called in the engine's thread."""
         self._futures.append(future)
-        if not self._has_rung:
-            self._has_rung = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no reader waits any more
                 loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
-        self._has_rung = False  # first, so that nothing is added unseen
+        self._is_scheduled = False  # first, so that nothing is added unseen
         while self._futures:
             future = self._futures.popleft()
             if not future.done():  # the reader may have been cancelled
                 future.set_result(None)
 
 
-_doorbells: WeakKeyDictionary[asyncio.AbstractEventLoop, _Doorbell] = WeakKeyDictionary()
-_doorbells_lock = threading.Lock()
+_wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker] = WeakKeyDictionary()
+_wakers_lock = threading.Lock()
 
 
-def _doorbell_of(loop: asyncio.AbstractEventLoop) -> _Doorbell:
-    with _doorbells_lock:
-        return _doorbells.setdefault(loop, _Doorbell())
+def _waker_of(loop: asyncio.AbstractEventLoop) -> _LoopWaker:
+    with _wakers_lock:
+        return _wakers.setdefault(loop, _LoopWaker())

@@ -35,7 +35,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: StoredTokenizer, *, chat_template_options: ChatTemplateOptions | None = None) -> None:
         self._tokenizer = tokenizer
-        self.chat_template_options = dict(chat_template_options or {})  # of conversations that say nothing else
+        self.chat_template_options = dict(chat_template_options or {})  # for conversations without options of their own
         self._backend = tokenizer.backend
         self._renderer = TemplateRenderer()
         description = json.loads(self._backend.to_str())
@@ -121,7 +121,7 @@ class TextCodec:
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Token ids of a word without and with a space before it, as a text has it at its beginning and inside.
+        """Token ids of a word with and without a leading space, as at the start of and inside a text.
 
         Raises:
             RequestError: the tokenizer makes no tokens of it.
@@ -206,7 +206,7 @@ def _make_detokenizers(
 
 
 def _check_text(text: str, max_bytes: int | None) -> None:
-    """Refuse lone surrogates, which no tokenizer takes (undecodable bytes of a command line), and what is too long."""
+    """Refuse long texts, and lone surrogates (undecodable command-line bytes), which no tokenizer takes."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:

@@ -19,7 +19,7 @@ _MAX_CHARACTER_BYTES = 4
 
 
 def max_bytes_per_token(tokenizer: Mapping[str, Any], normalize: Callable[[str], str]) -> int | None:
-    """None: one token may stand for a text of any length, because white space is dropped for example.
+    """Upper bound of text bytes per token; None means no bound, for example if white space is dropped.
 
     `normalize` is the tokenizer's normalizer: added tokens may be looked for in normalized text.
     """
@@ -46,13 +46,13 @@ def max_bytes_per_token(tokenizer: Mapping[str, Any], normalize: Callable[[str],
 
 
 def longest_token_bytes(tokenizer: Mapping[str, Any]) -> int:
-    """Of the vocabulary as it is written, added tokens included."""
+    """Length of the longest vocabulary entry as written, added tokens included."""
     added = (token["content"] for token in tokenizer.get("added_tokens") or [])
     return max((len(piece.encode()) for piece in (*_vocabulary(tokenizer["model"]), *added)), default=1)
 
 
 def _steps(component: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
-    """The component, or those of a sequence of them."""
+    """The component itself, or the parts of a sequence."""
     if component is None:
         return
     if component["type"] == "Sequence":

@@ -1,4 +1,4 @@
-"""How far drafts are accepted: a distribution by position, given or measured, that simulated steps draw from."""
+"""Acceptance of drafts: a distribution by position, given or measured, that simulated steps draw from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = ("accepted_fraction_by_position", "by_position")
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceByPosition:
-    """`fractions[i]` is the part of verify steps that accept draft i (from 0), and so every draft before it.
+    """`fractions[i]` is the fraction of verify steps that accept draft i (from 0) and all earlier ones.
 
     Steps are independent of one another, and drafts near the end of a request are like others.
     """
@@ -26,7 +26,7 @@ class AcceptanceByPosition:
     fractions: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a fraction is none, or more than that of the draft before."""
+        """Raise ConfigError if a fraction is not within 0 and 1, or larger than the previous one."""
         before = 1.0
         for fraction in self.fractions:
             if not 0.0 <= fraction <= before + 1e-9:
@@ -52,9 +52,9 @@ class AcceptanceByPosition:
 
 
 def read_acceptance(text: str, *, algorithm: str | None = None) -> AcceptanceByPosition:
-    """Fractions separated by commas, or the name of a JSON report of `dflash-trt bench`.
+    """Comma-separated fractions, or the name of a JSON report of `dflash-trt bench`.
 
-    A report may have several sides: that of `algorithm` counts, or else the last that drafted.
+    A report may have several sides: the side of `algorithm` counts, or else the last that drafted.
 
     Raises:
         ConfigError: neither of both.
@@ -71,7 +71,7 @@ def read_acceptance(text: str, *, algorithm: str | None = None) -> AcceptanceByP
     found = list(_sides(report))
     named = [fractions for name, fractions in found if name == algorithm]
     if not found:
-        hint = "Take the --json of bench speedup, drafters or serve."
+        hint = "Take the --json of bench speedup or serve."
         raise ConfigError.about(text, expected="acceptance by draft position", found="none", hint=hint)
     return AcceptanceByPosition((named or [fractions for _, fractions in found])[-1])
 

@@ -1,7 +1,8 @@
-"""An executor without a device, whose steps take the time that a plan says, on a clock that nobody waits for."""
+"""An executor without a device: a simulated clock advances by the time that a plan says."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult
 from dflash_trt.plan.computed_rows import ComputedRows
-from dflash_trt.plan.gpus import Gpu
 from dflash_trt.plan.step_costs import StepClock, StepTime
 from dflash_trt.plan.step_floor import floor_of
 from dflash_trt.plan.step_work import EngineWork
@@ -17,7 +17,7 @@ from dflash_trt.simulation.acceptance import AcceptanceByPosition
 
 
 class SimulatedTime:
-    """Seconds that pass when somebody says so."""
+    """Simulated seconds, advanced by calls."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -43,10 +43,10 @@ class SimulatedStep:
 
 
 class SimulatedExecutor:
-    """Implements StepExecutor. Tokens are zeros; drafts are accepted by `acceptance`, None without a drafter.
+    """Implements StepExecutor with zeros as tokens; `acceptance` accepts drafts, None has no drafter.
 
     The host's part of a step passes when it is submitted, the device's when its result is read: a chained loop, which
-    has the next step in the queue by then, hides the one behind the other.
+    has the next step in the queue by then, overlaps the two.
     """
 
     has_queue = True
@@ -59,7 +59,6 @@ class SimulatedExecutor:
         clock: StepClock,
         time: SimulatedTime,
         *,
-        gpu: Gpu,
         acceptance: AcceptanceByPosition | None,
         seed: int = 0,
     ) -> None:
@@ -67,7 +66,8 @@ class SimulatedExecutor:
         self.num_steps = 0
         self.device_s = 0.0
         self.floor_s = 0.0
-        self._work, self._clock, self._time, self._gpu = work, clock, time, gpu
+        self.known_s: defaultdict[str, float] = defaultdict(float)  # of `device_s`, by where it comes from
+        self._work, self._clock, self._time = work, clock, time
         self._acceptance = acceptance
         self._dice = np.random.default_rng(seed)
         self._context_lens = np.zeros(limits.max_batch_size, np.int64)  # by slot
@@ -82,7 +82,9 @@ class SimulatedExecutor:
         ends_s = self._enqueue(took)
         self.num_steps += 1
         self.device_s += took.device_s
-        self.floor_s += floor_of(work, self._gpu).total_s
+        for source, seconds in took.known_s.items():
+            self.known_s[source] += seconds
+        self.floor_s += floor_of(work, self._clock.gpu).total_s
         return SimulatedStep(self._result(plan, starts), took.device_s, lambda: self._time.reach(ends_s))
 
     def _enqueue(self, took: StepTime) -> float:

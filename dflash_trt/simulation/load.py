@@ -25,8 +25,12 @@ class Lengths:
     num_prompt_tokens: int
     num_output_tokens: int
 
+    @property
+    def total(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
     def request(self, index: int) -> Request:
-        """One of so many tokens; its tokens mean nothing."""
+        """A request of these lengths, with zeros as tokens."""
         return Request(
             request_id=str(index),
             prompt_token_ids=(0,) * self.num_prompt_tokens,
@@ -36,9 +40,9 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLoad:
-    """Either `concurrency` clients, each of which sends its next request when its last has ended, or Poisson arrivals.
+    """Either `concurrency` clients in a closed loop, or Poisson arrivals.
 
-    `requests` are taken in their order.
+    `requests` are used in order.
     """
 
     requests: Sequence[Request]
@@ -52,7 +56,7 @@ class RequestLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """What clients see. Per user: the median over requests of 1 / TPOT; None where no answer had two tokens."""
+    """Clients' view of a load. Per user is the median over requests of 1 / TPOT; None without TPOT."""
 
     num_requests: int
     num_output_tokens: int
@@ -69,9 +73,9 @@ class LoadResult:
 def drive(
     loop: EngineLoop, load: RequestLoad, *, clock: Callable[[], float], skip_to: Callable[[float], None] | None = None
 ) -> tuple[list[GenerationOutput], float]:
-    """Step the loop until every request has ended; their outputs, and the seconds that it took by the loop's clock.
+    """Step the loop until every request has ended; returns outputs, and seconds by the loop's clock.
 
-    `skip_to` lets an idle engine's clock reach the next arrival; loads of clients need none.
+    `skip_to` lets an idle engine's clock reach the next arrival; closed loops need none.
     """
     clients = _Clients(loop, load)
     started_s = clock()

@@ -1,24 +1,25 @@
-"""Simulated points for people, spreadsheets and the figure; every one of them says that it is simulated."""
+"""Simulated points for people, spreadsheets and the figure; every one is marked as simulated."""
 
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dflash_trt.plan.gpus import Gpu
-from dflash_trt.plan.step_costs import ASSUMPTIONS
+from dflash_trt.plan.step_costs import StepClock, assumptions_of
 from dflash_trt.simulation.sweep import SimulatedEngine, SimulatedPoint, Workload, best, curves
 
 SIMULATED: Final = "simulated"
+_SHOWN: Final = 0.005  # smallest share of the time whose source is named
 _HEADINGS: Final = ("configuration", "load", "tok/s", "per GPU", "per user", "TTFT ms", "accepted", "step ms", "floor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepReport:
-    """`per_user` are speeds at which the best configuration is named. `left_out` says what does not fit, and why."""
+    """`per_user` are speeds to name the best configuration at. `left_out` says what does not fit, and why."""
 
     subject: str
     hardware: str
@@ -57,6 +58,7 @@ class SweepReport:
             *table,
             *(_best_line(self.points, speed) for speed in self.per_user),
             *(f"left out: {reason}" for reason in self.left_out),
+            f"where the device's time comes from: {_shares(self.points)}",
             *(f"assumed: {text}" for text in self.assumptions),
         ]
 
@@ -74,38 +76,43 @@ class SweepReport:
 
         figure = Figure(
             title=f"Throughput against speed per user, {SIMULATED}",
-            curves={f"{name} ({SIMULATED})": found for name, found in curves(self.points, _drafter).items()},
+            curves=curves(self.points, _drafter),
             unit="GPU",
             caption=(
-                f"Simulated, not measured: {self.subject} on {self.hardware}.",
+                f"Simulated, not measured: {self.subject} on {self.hardware}. Assumptions: in this file's description.",
                 f"Command: {self.command}",
-                *(f"Assumed: {text}." for text in self.assumptions),
             ),
             interactivity=self.per_user,
+            label_meaning="layout (x replicas), drafts K, and clients or requests/s",
+            details=tuple(f"Assumed: {text}." for text in self.assumptions),
         )
         draw(figure, path)
 
 
-def assumptions(
-    engines: Sequence[SimulatedEngine], workload: Workload, gpu: Gpu, *, is_measured: bool
-) -> tuple[str, ...]:
+def assumptions(engines: Sequence[SimulatedEngine], workload: Workload, clock: StepClock) -> tuple[str, ...]:
     """Everything that is not computed."""
-    costs = (
-        ("times of steps are those of the machine file, one device a rank",)
-        if is_measured
-        else (f"{gpu.name}'s bandwidth and peaks are those of its datasheet", *ASSUMPTIONS)
-    )
     drafters = {engine.drafter: engine.acceptance for engine in engines if engine.acceptance is not None}
     spread = f", within {workload.spread_fraction:.0%}" if workload.spread_fraction else ""
     lengths = workload.lengths
     return (
-        *costs,
-        "experts are chosen evenly and independently, and divide evenly over ranks",
+        *assumptions_of(clock),
+        "experts are chosen as in NVIDIA's tables, by a power law, or evenly where they are fitted",
         *(f"drafts of {name} accepted by position: {found}" for name, found in drafters.items()),
         "steps accept independently of one another, of the context and of the batch",
         f"{lengths.num_prompt_tokens} tokens a prompt, {lengths.num_output_tokens} an answer{spread}; no prefix hits",
         "replicas share the load evenly; no network, tokenizer or HTTP",
     )
+
+
+def _shares(points: Sequence[SimulatedPoint]) -> str:
+    """Shares of all steps' time."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for point in points:
+        for source, part in point.device_s_by_source.items():
+            seconds[source] += part
+    total = sum(seconds.values())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{source} {part / total:.0%}" for source, part in ordered if part >= _SHOWN * total)
 
 
 def _drafter(point: SimulatedPoint) -> str:

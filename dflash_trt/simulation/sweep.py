@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.request import Request
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.plan.gpus import Gpu
-from dflash_trt.plan.step_costs import StepClock, StepCosts
+from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
@@ -28,18 +28,23 @@ if TYPE_CHECKING:
 _SEED = 20
 
 
+def layout_name(mapping: Mapping, num_replicas: int) -> str:
+    """As `--layout` takes it."""
+    experts = f"ep{mapping.ep_size}" if mapping.ep_size > 1 else ""
+    return f"tp{mapping.tp_size}{experts}x{num_replicas}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEngine:
-    """Replicas of one engine. `num_draft_tokens` 0 runs without the drafter, whose memory is not taken then.
+    """Replicas of one engine. With `num_draft_tokens` 0 the drafter is not used and takes no memory.
 
-    `num_pages` are those of one replica. `drafter` names the algorithm.
+    `num_pages` counts one replica. `drafter` names the algorithm.
     """
 
     pretrained_config: PretrainedConfig
     limits: EngineLimits
     num_pages: int
-    gpu: Gpu
-    costs: StepCosts
+    clock: StepClock
     drafter: str
     num_draft_tokens: int
     acceptance: AcceptanceByPosition | None
@@ -51,10 +56,7 @@ class SimulatedEngine:
 
     @property
     def layout(self) -> str:
-        """As `--layout` takes it."""
-        mapping = self.pretrained_config.mapping
-        experts = f"ep{mapping.ep_size}" if mapping.ep_size > 1 else ""
-        return f"tp{mapping.tp_size}{experts}x{self.num_replicas}"
+        return layout_name(self.pretrained_config.mapping, self.num_replicas)
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Closed loads of so many clients, or arrivals per second, over all replicas together.
+    """Closed loops of N clients, or arrivals per second, over all replicas together.
 
     Lengths are uniform within `spread_fraction` of the middle, the same requests for every configuration.
     """
@@ -74,10 +76,10 @@ class Workload:
     lengths: Lengths
     spread_fraction: float
     requests_per_client: int
-    duration_s: float  # of arrivals
+    duration_s: float  # how long requests arrive
 
     def loads(self, num_replicas: int) -> list[RequestLoad]:
-        """Of one replica: an even share of the clients, which has one at least, or of the arrivals."""
+        """Loads of one replica: an even share of the clients, at least one, or of the arrivals."""
         closed = [count // num_replicas for count in self.concurrencies if count >= num_replicas]
         loads = [
             RequestLoad(requests=self._requests(count * self.requests_per_client), concurrency=count, seed=_SEED)
@@ -102,8 +104,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedPoint:
-    """One configuration under one load. Loads and speeds are those of all replicas; `floor_fraction` is the part of
-    the device's time that floors of the same steps would take.
+    """One configuration under one load. Loads and speeds are sums over replicas.
+
+    `floor_fraction` is the fraction of the device's time that floors of the same steps would take, and
+    `device_s_by_source` says where the times of its kernels come from.
     """
 
     configuration: str
@@ -123,6 +127,7 @@ class SimulatedPoint:
     acceptance_length: float | None
     mean_step_s: float
     floor_fraction: float
+    device_s_by_source: dict[str, float]
 
     @property
     def load(self) -> str:
@@ -150,12 +155,11 @@ def simulate(engine: SimulatedEngine, load: RequestLoad, work: EngineWork) -> tu
     """One replica under a load, and the executor that counted its steps."""
     time = SimulatedTime()
     limits = executor_limits(engine, load)
-    clock = StepClock(engine.gpu, engine.costs)
-    executor = SimulatedExecutor(limits, work, clock, time, gpu=engine.gpu, acceptance=engine.acceptance)
+    executor = SimulatedExecutor(limits, work, engine.clock, time, acceptance=engine.acceptance)
     scheduler = Scheduler(
         limits, SchedulerConfig(enable_prefix_caching=False), FixedDraftLength(engine.num_draft_tokens)
     )
-    loop = EngineLoop(executor, scheduler, overlaps=engine.costs.is_host_hidden, clock=time, records_steps=False)
+    loop = EngineLoop(executor, scheduler, overlaps=engine.clock.costs.is_host_hidden, clock=time, records_steps=False)
     try:
         return result_of(*drive(loop, load, clock=time, skip_to=time.reach)), executor
     finally:
@@ -204,6 +208,7 @@ def _point(engine: SimulatedEngine, work: EngineWork, load: RequestLoad) -> Simu
         acceptance_length=result.acceptance_length,
         mean_step_s=executor.device_s / executor.num_steps,
         floor_fraction=executor.floor_s / executor.device_s,
+        device_s_by_source=dict(executor.known_s),
     )
 
 
@@ -225,7 +230,7 @@ def curves(points: Sequence[SimulatedPoint], key: Callable[[SimulatedPoint], str
 
 
 def best(points: Sequence[SimulatedPoint], per_user: float) -> SimulatedPoint | None:
-    """The most tok/s per GPU among loads that give a user so many tok/s; None where none does."""
+    """The most tok/s per GPU among loads with at least `per_user` tok/s per user; None if there is none."""
     enough = [point for point in points if (point.tok_per_s_per_user or 0.0) >= per_user]
     return max(enough, key=lambda point: point.output_tok_per_s_per_gpu, default=None)
 

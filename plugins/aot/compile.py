@@ -32,6 +32,7 @@ _NUM_REGISTERS: Final = 65536  # of a multiprocessor; a thread's come in eights
 _NUM_THREADS: Final = {"86": 1536, "89": 1536, "120a": 1536}  # of a multiprocessor; 2048 of the others
 _NUM_BLOCKS: Final = {"86": 16, "89": 24, "120a": 24}  # of a multiprocessor; 32 of the others
 ARCHITECTURES: Final = tuple(SHARED_BYTES)
+_TENSOR_MEMORY_COLUMNS: Final = 512  # of a multiprocessor of SM100: PTX ISA, "Tensor Memory"
 WITHOUT_FP8: Final = ("80", "86")  # no conversions from and to it
 DEFAULT_ARCHITECTURES: Final = ("90a", "100a", "103a")
 NUM_SCRATCH_POINTERS: Final = 2  # Triton appends them to the declared arguments; both areas are empty here
@@ -173,6 +174,7 @@ def _check(where: str, variant: KernelVariant, architecture: str, compiled: Any)
         "cooperative launch": False,
         "dependent launch": False,
         "tensor descriptors": [],
+        "fits tensor memory": True,
         "cubin": b"\x7fELF",
     }
     found: dict[str, object] = {
@@ -184,6 +186,7 @@ def _check(where: str, variant: KernelVariant, architecture: str, compiled: Any)
         "cooperative launch": metadata.launch_cooperative_grid,
         "dependent launch": metadata.launch_pdl,
         "tensor descriptors": list(metadata.tensordesc_meta or ()),
+        "fits tensor memory": metadata.tmem_size <= _TENSOR_MEMORY_COLUMNS,
         "cubin": compiled.asm["cubin"][:4],
     }
     for what, value in expected.items():

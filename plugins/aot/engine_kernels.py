@@ -17,7 +17,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent, SharedKv
+from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
@@ -174,8 +174,7 @@ def architecture_of(compute_capability: str) -> str:
 def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    kv = [state.source if isinstance(state, SharedKv) else state for state in states]
-    pages = [state for state in kv if isinstance(state, PagedKv)]
+    pages = [pages for state in states if isinstance(pages := state.owner, PagedKv)]
     for gqa, state in zip(model.attentions, pages, strict=True):
         num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(

@@ -9,7 +9,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard, segments_of
 from dflash_trt.engine_dir import PretrainedConfig
 from dflash_trt.formats.registry import weight_format
-from dflash_trt.kernels.packed_product import PLAIN
+from dflash_trt.kernels.launch_rules import PLAIN
 from plugins.aot.experts_variants import ExpertsKernels, MatrixKernels, matrix_choices
 
 
@@ -19,9 +19,9 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
     table = engine_weights(config.target, None, config.quantization)
     has_bias_once = config.mapping.moe_tp_size > 1
     for i, layer in enumerate(config.target.layers):
-        if not isinstance(layer.feed_forward, Moe):
+        moe, name = layer.moe, f"target.layers.{i}.experts"
+        if moe is None:
             continue
-        moe, name = layer.feed_forward, f"target.layers.{i}.experts"
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
         for of_gate_up in matrix_choices(

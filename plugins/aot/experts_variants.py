@@ -15,16 +15,16 @@ from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel
 from dflash_trt.kernels.experts_launch import (
     DOWN_OUT,
     GATE_OUT,
-    NUM_STAGES,
     SUM_BLOCK,
     PackedExperts,
     down_constants,
     gate_up_constants,
+    product_stages,
     product_warps,
+    widens_weights,
 )
-from dflash_trt.kernels.launch_rules import tile_tokens
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN, tile_tokens
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
 from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, RouterKind, routing_constants, routing_warps
 from plugins.aot.variant import KernelVariant, pointer
@@ -99,7 +99,11 @@ class ExpertsKernels:
 
     def variants(self, dtype_name: FloatDType) -> Iterator[KernelVariant]:
         dtype = torch_dtype(dtype_name)
-        most = tile_tokens(num_entries=self.max_rows * self.num_chosen, num_experts=self.num_experts)
+        most = tile_tokens(
+            num_entries=self.max_rows * self.num_chosen,
+            num_experts=self.num_experts,
+            widens_weights=int(widens_weights(self._packed, dtype)),
+        )
         yield _reset_ticket()
         yield self._sum(dtype)
         for tokens in TOKEN_TILES:
@@ -161,7 +165,7 @@ class ExpertsKernels:
             },
             constexprs=constants,
             num_warps=product_warps(tokens),
-            num_stages=NUM_STAGES,
+            num_stages=product_stages(self._packed, dtype),
             grid=("num_tiles", str(-(-self.ffn_size // GATE_OUT)), "1"),
         )
 
@@ -182,7 +186,7 @@ class ExpertsKernels:
             },
             constexprs=down_constants(self._packed, tokens=tokens),
             num_warps=product_warps(tokens),
-            num_stages=NUM_STAGES,
+            num_stages=product_stages(self._packed, dtype),
             grid=("num_tiles", str(-(-self.hidden_size // DOWN_OUT)), "1"),
         )
 

@@ -10,11 +10,14 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from dflash_trt.kernels.programs import PROGRAMS
 from plugins.aot.compile import NUM_SCRATCH_POINTERS, CompiledKernel
 from plugins.aot.embed import CUBIN_ALIGNMENT, assembly_source, table_source
+from plugins.aot.programs import programs_source
 from plugins.aot.rules import rules_header, shared_facts
 
 MANIFEST: Final = "manifest.json"
@@ -23,7 +26,8 @@ PTX_DIR: Final = "ptx"  # what the cubins were assembled from, by their sha256; 
 TABLE: Final = "embedded_kernels.cpp"
 ASSEMBLY: Final = "embedded_cubins.S"
 RULES: Final = "launch_rules.h"
-FORMAT_VERSION: Final = 2
+PROGRAMS_SOURCE: Final = "programs.cpp"
+FORMAT_VERSION: Final = 3
 
 
 def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[str, Any]) -> Path:
@@ -35,6 +39,7 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
         "origin": origin,
         "num_scratch_pointers": NUM_SCRATCH_POINTERS,
         "launch": shared_facts(),
+        "programs": [asdict(program) for program in PROGRAMS],
         "image": {"file": IMAGE, "num_bytes": len(image), "sha256": hashlib.sha256(image).hexdigest()},
         "kernels": [_entry(kernel, offsets[kernel.sha256]) for kernel in fitting],
         # Triton's choice of shared memory is larger than the GPU's; another variant of the kernel is used there.
@@ -52,6 +57,7 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
     _write(out / IMAGE, image)
     _write(out / ASSEMBLY, assembly_source(IMAGE).encode())
     _write(out / RULES, rules_header().encode())
+    _write(out / PROGRAMS_SOURCE, programs_source().encode())
     _write(out / TABLE, table_source(fitting, offsets, manifest_sha256=digest).encode())
     _write(out / MANIFEST, text.encode())
     return out / MANIFEST

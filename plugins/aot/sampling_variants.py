@@ -9,9 +9,8 @@ import torch
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels import argmax
-from dflash_trt.kernels.argmax_launch import DRAFT_GRIDS, DRAFT_SCRATCH, DRAFT_WARPS, draft_constants
+from dflash_trt.kernels.argmax_launch import DRAFT_WARPS, draft_constants
 from dflash_trt.kernels.sampling_launch import (
-    SAMPLING_GRIDS,
     SAMPLING_WARPS,
     SamplingInputs,
     SamplingOutputs,
@@ -19,9 +18,10 @@ from dflash_trt.kernels.sampling_launch import (
     sampling_kernel,
     workspace_shapes,
 )
+from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, SAMPLING_GRIDS
 from plugins.aot.variant import KernelVariant, pointer
 
-NUM_CHOICES: Final = 32  # of a draft, at most: no drafter of the library's has more
+DRAFT_TOPK: Final = 32  # of a draft, at most: no drafter of the library's has more
 
 
 def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
@@ -42,19 +42,19 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
 
 
 def draft_variants(
-    dtype: torch.dtype, *, vocab_size: int, has_map: bool, num_choices: int = NUM_CHOICES
+    dtype: torch.dtype, *, vocab_size: int, has_map: bool, draft_topk: int = DRAFT_TOPK
 ) -> tuple[KernelVariant, ...]:
     """The launches of `argmax_launch.draft_tokens`, in order; grids as above. `has_map`: of a draft vocabulary."""
     values, integers, longs = (pointer(of) for of in (torch.float32, torch.int32, torch.int64))
-    types = dict.fromkeys(("draft_stream", "next_context_lens", "token_ids", "draft_choices"), integers)
+    types = dict.fromkeys(("draft_stream", "next_context_lens", "token_ids", "next_draft_topk_ids"), integers)
     types |= {scratch.name: pointer(torch_dtype(scratch.dtype)) for scratch in DRAFT_SCRATCH}
     types |= {"logits": pointer(dtype), "temperature": values, "seed": longs, "draft_to_target": longs}
-    types |= {"draft_chances": values, "vocab_size": _size(vocab_size)}
-    types |= dict.fromkeys(("num_slots", "num_tiles", "num_choices"), "i32")
+    types |= {"next_draft_topk_probs": values, "vocab_size": _size(vocab_size)}
+    types |= dict.fromkeys(("num_slots", "num_tiles", "draft_topk"), "i32")
     variants = []
     for name, grid in DRAFT_GRIDS.items():
         kernel: Any = getattr(argmax, f"{name}_kernel")
-        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map, num_choices=num_choices)
+        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map, draft_topk=draft_topk)
         variants.append(
             KernelVariant(
                 name=name,
@@ -97,8 +97,8 @@ def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]
     types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
     types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
     types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
-    types |= dict.fromkeys(("emitted_logprobs", "chances"), pointer(torch.float32))
-    types |= {"logits": pointer(dtype)} | dict.fromkeys(("width", "num_tiles", "num_choices"), "i32")
+    types |= dict.fromkeys(("emitted_logprobs", "draft_topk_probs"), pointer(torch.float32))
+    types |= {"logits": pointer(dtype)} | dict.fromkeys(("width", "num_tiles", "draft_topk"), "i32")
     types["vocab_size"] = _size(vocab_size)
     return {key: types[key] for key in sampling_kernel(name).arg_names if key not in constants}
 

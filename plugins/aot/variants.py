@@ -75,7 +75,7 @@ def check_head_dims(head_dims: Iterable[int]) -> None:
                 "head_dims",
                 expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to {MAX_HEAD_DIM}",
                 found=str(head_dim),
-                hint="Other sizes have no kernel; build the engine with plugins='layers'.",
+                hint="Other sizes have no kernel; build the engine with --backend torch and run it on a CPU.",
             )
 
 

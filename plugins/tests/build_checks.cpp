@@ -17,6 +17,8 @@ using nvinfer1::TensorRTPhase;
 constexpr int32_t kNumDataTypes = nvinfer1::EnumMax<DataType>();
 constexpr int32_t kNumFormats = nvinfer1::EnumMax<TensorFormat>();
 
+constexpr int64_t kManyRequests = 100000;
+
 nvinfer1::PluginFieldType type_of(std::variant<int32_t, float> const& value)
 {
     return value.index() == 0 ? nvinfer1::PluginFieldType::kINT32 : nvinfer1::PluginFieldType::kFLOAT32;
@@ -229,12 +231,29 @@ void check_configuration(Plugin const& plugin, Node node)
     {
         return;
     }
+    auto const refuses_node = [&](Node const& changed, char const* reason)
+    {
+        expect(configure(plugin, changed) != 0, node.name + ": refuses " + reason);
+        expect_logged(reason, node.name);
+    };
     auto const refuses = [&](char const* input, size_t axis, int64_t size, char const* reason)
     {
         Node changed = node;
         changed.input(input).sizes[axis] = size;
-        expect(configure(plugin, changed) != 0, node.name + ": refuses " + reason);
-        expect_logged(reason, node.name);
+        refuses_node(changed, reason);
+    };
+    auto const refuses_many_requests = [&]
+    {
+        Node changed = node;
+        for (Tensor& tensor : changed.inputs)
+        {
+            bool const has_one_more = tensor.name == "token_offsets";
+            if (has_one_more || tensor.name == "page_table" || tensor.name.find("context_lens") != std::string::npos)
+            {
+                tensor.sizes[0] = kManyRequests + (has_one_more ? 1 : 0);
+            }
+        }
+        refuses_node(changed, "REQUESTS");
     };
     if (node.name == "SampleAndAccept")
     {
@@ -245,47 +264,48 @@ void check_configuration(Plugin const& plugin, Node node)
     if (node.name == "DraftTokens")
     {
         refuses("logits", 1, int64_t{1} << 30, "TILES");
-        refuses("logits", 1, kChoices - 1, "num_choices: expected at most the vocabulary, 31");
+        refuses("logits", 1, kDraftTopk - 1, "draft_topk: expected at most the vocabulary, 31");
         return;
     }
     if (node.name == "Experts")
     {
         refuses("logits", 1, kExperts + 1, "num_experts = 9");
         refuses("gate_up_codes", 2, kHidden, "gate_up_codes: expected [8, 192, 32]");
-        refuses("down_block_scale", 1, 1, "down_block_scale: expected [8, 64, 3]");
+        refuses("down_block_scale", 1, 1, "down_block_scale: expected 64 rows of an expert");
         refuses("down_bias", 0, 1, "down_bias: expected [8, 64]");
         return;
     }
     if (node.name == "GatedDelta")
     {
-        refuses("qkvz", 1, kChannels, "qkvz: expected 256 along an axis");
-        refuses("ba", 0, kTokens + 1, "ba: expected 6 along an axis");
-        refuses("dt_bias", 0, 1, "dt_bias: expected 4 along an axis");
+        refuses("qkvz", 1, kChannels, "qkvz: expected [6, 256]");
+        refuses("ba", 0, kTokens + 1, "ba: expected [6, 8]");
+        refuses("dt_bias", 0, 1, "dt_bias: expected [4]");
         refuses("conv", 1, kConvSize + 1, "TAPS = 5");
-        refuses("conv", 0, kChannels + 2, "qkvz: expected 258 along an axis");
+        refuses("conv", 0, kChannels + 2, "qkvz: expected [6, 258]");
         refuses("state_pools", 0, kDeltaStates - 1, "state_pools: expected 8 addresses or more");
         return;
     }
     if (node.name == "PreviousRows")
     {
-        refuses("page_table", 0, 100000, "REQUESTS");
+        refuses("page_table", 0, kManyRequests, "page_table: expected [2, 7]");
+        refuses_many_requests();
         return;
     }
     if (node.name == "AttendLatents")
     {
-        refuses("q", 2, kLatentRow + 1, "q: expected 32 along an axis");
-        refuses("own", 0, kTokens + 1, "own: expected 6 along an axis");
-        refuses("own", 1, kLatentRow + 1, "q: expected 33 along an axis");
-        refuses("q_nope", 1, kTokens + 1, "q_nope: expected 6 along an axis");
-        refuses("k_factor", 1, kLatentNope + 1, "k_factor: expected 16 along an axis");
-        refuses("v_factor", 0, kHeads + 1, "v_factor: expected 4 along an axis");
+        refuses("q", 2, kLatentRow + 1, "own: expected [6, 33]");
+        refuses("own", 0, kTokens + 1, "own: expected [6, 32]");
+        refuses("own", 1, kLatentRow + 1, "own: expected [6, 32]");
+        refuses("q_nope", 1, kTokens + 1, "q_nope: expected [4, 6, 16]");
+        refuses("k_factor", 1, kLatentNope + 1, "k_factor: expected [4, 16, 24]");
+        refuses("v_factor", 0, kHeads + 1, "v_factor: expected [4, 12, 24]");
         refuses("v_factor", 1, kLatentValue + 1, "VALUE = 13");
-        refuses("page_table", 0, kRequests + 1, "token_offsets: expected 4 along an axis");
+        refuses("page_table", 0, kRequests + 1, "page_table: expected [2, 7]");
         return;
     }
     bool const is_target = node.name == "AttendPages";
-    refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
-    refuses("page_table", 0, 100000, "REQUESTS");
+    refuses(is_target ? "k" : "context_k", 2, 24, is_target ? "k: expected [6, 2, 16]" : "context_");
+    refuses_many_requests();
     if (is_target)
     {
         refuses("sinks", 0, kHeads + 1, "sinks: expected [4]");

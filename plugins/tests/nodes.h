@@ -1,4 +1,5 @@
-// The nodes as plugins/README.md describes them, written down a second time: the library is held against this.
+// Nodes as plugins/README.md describes them, written down a second time: the library, whose tables are generated, is
+// held against this.
 #pragma once
 
 #include "fakes.h"
@@ -39,7 +40,7 @@ struct Node
 
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
-constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000, kChoices = 32;
+constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000, kDraftTopk = 32;
 // Of tests/plugins/delta_cases.py.
 constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
@@ -75,7 +76,7 @@ inline std::vector<Node> make_nodes(
     int64_t const expert_rows = std::min<int64_t>(num_tokens, 40); // as many as the smallest tiles are for
     return {
         {"AttendPages",
-            {state, page_type, {"page_size", 4}, {"window", 0}, {"chunk", 0}, {"has_sinks", 1}, {"shares_kv", 0}, k_scale,
+            {state, page_type, {"page_size", 4}, {"window", 0}, {"chunk", 0}, {"max_verify_rows", int32_t{kWidth}}, {"has_sinks", 1}, {"shares_kv", 0}, k_scale,
                 v_scale, softcap, score_scale},
             {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
                 positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},
@@ -94,21 +95,21 @@ inline std::vector<Node> make_nodes(
         {"PreviousRows", {state, {"page_size", 4}},
             {{"x", {num_tokens, kHidden}, f}, pools, positions, token_offsets, per_request("context_lens", i32), page_table},
             {{"before", {num_tokens, kHidden}, f}}, 1},
-        {"SampleAndAccept", {{"num_choices", int32_t{kChoices}}},
+        {"SampleAndAccept", {{"draft_topk", int32_t{kDraftTopk}}},
             {{"logits", {block, kVocabulary}, f}, {"token_ids", {num_tokens}, i32}, positions, token_offsets,
                 per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
-                per_request("num_candidates", i32), {"choices", {kRequests, (kWidth - 1) * kChoices}, i32},
-                {"chances", {kRequests, (kWidth - 1) * kChoices}, f32}, per_request("temperature", f32), per_request("top_k", i32),
-                per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64),
+                per_request("num_candidates", i32), {"draft_topk_ids", {kRequests, (kWidth - 1) * kDraftTopk}, i32},
+                {"draft_topk_probs", {kRequests, (kWidth - 1) * kDraftTopk}, f32}, per_request("temperature", f32),
+                per_request("top_k", i32), per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64),
                 per_request("draft_stream", i32)},
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
             9},
-        {"DraftTokens", {{"has_map", 0}, {"num_choices", int32_t{kChoices}}},
+        {"DraftTokens", {{"has_map", 0}, {"draft_topk", int32_t{kDraftTopk}}},
             {{"logits", {block, kVocabulary}, f}, per_request("temperature", f32), per_request("seed", i64),
                 per_request("draft_stream", i32), next_context_lens, {"draft_to_target", {1}, i64}},
-            {{"token_ids", {kRequests, kWidth}, i32}, {"draft_choices", {kRequests, kWidth * kChoices}, i32},
-                {"draft_chances", {kRequests, kWidth * kChoices}, f32}},
+            {{"token_ids", {kRequests, kWidth}, i32}, {"next_draft_topk_ids", {kRequests, kWidth * kDraftTopk}, i32},
+                {"next_draft_topk_probs", {kRequests, kWidth * kDraftTopk}, f32}},
             2},
         {"Experts",
             {{"first_expert", 0}, {"num_chosen", 3}, {"routing", 1}, {"normalizes", 0}, {"has_choice_bias", 0},

@@ -1,4 +1,4 @@
-"""The kernels over a vocabulary: drafts and the sampler, with drafts that share the noise, and drawn apart."""
+"""The kernels over a vocabulary: drafts and the sampler, with drafts that share the noise, and rejection sampling."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from gpu_visit_parts.kernel_case import Call, Kernel
 from gpu_visit_parts.setting import SETTING
 
 NUM_DRAFTS: Final = 7  # of a request whose drafts are tested
-NUM_CHOICES: Final = 32  # of a draft
+DRAFT_TOPK: Final = 32
 
 
 def vocabulary_kernels(num_rows: int) -> Iterator[Kernel]:
@@ -27,14 +27,14 @@ def _draft_kernels(num_rows: int) -> Iterator[Kernel]:
         logits = torch.randn((num_rows, SETTING.vocab), dtype=SETTING.dtype, device=SETTING.device)
         request = torch.zeros(1, dtype=torch.int64, device=SETTING.device)
         degree, streams = torch.full((1,), temperature, device=SETTING.device), request.int() + stream
-        columns, num_choices = (degree, request, streams, request.int()), min(NUM_CHOICES, SETTING.vocab)
-        return lambda: argmax_launch.draft_tokens(logits, *columns, num_choices=num_choices)
+        columns, draft_topk = (degree, request, streams, request.int()), min(DRAFT_TOPK, SETTING.vocab)
+        return lambda: argmax_launch.draft_tokens(logits, *columns, draft_topk=draft_topk)
 
     def argmax_torch() -> Call:
         logits = torch.randn((num_rows, SETTING.vocab), dtype=SETTING.dtype, device=SETTING.device)
         return lambda: logits.argmax(dim=1)
 
-    for name, temperature, stream in (("temperature 0", 0.0, 0), ("temperature 1", 1.0, 0), ("apart", 1.0, 1)):
+    for name, temperature, stream in (("temperature 0", 0.0, 0), ("temperature 1", 1.0, 0), ("rejection", 1.0, 1)):
         yield Kernel(
             kernel="draft_tokens",
             shape=f"{num_rows} rows of {SETTING.vocab}, {name}",
@@ -61,7 +61,7 @@ def _sampling_kernels(num_rows: int) -> Iterator[Kernel]:
             make=lambda setting=setting: _sampling(num_rows, setting),
         )
     for name, (stream, drafts_are) in itertools.product(
-        ("temperature", "top_p 0.95"), enumerate(("drafts that share the noise", "drafts apart"))
+        ("temperature", "top_p 0.95"), enumerate(("drafts that share the noise", "rejection sampling"))
     ):
         yield Kernel(
             kernel="sample_and_accept",
@@ -76,14 +76,14 @@ def _logits_bytes(num_rows: int) -> float:
 
 
 def _verifying(num_requests: int, setting: tuple[float, int, float, float], stream: int) -> Call:
-    """Drafts among the likeliest tokens, of equal chances: some are accepted, some are not."""
-    width, num_choices = 1 + NUM_DRAFTS, min(NUM_CHOICES, SETTING.vocab)
+    """Drafts among the likeliest tokens, of equal probabilities: some are accepted, some are not."""
+    width, draft_topk = 1 + NUM_DRAFTS, min(DRAFT_TOPK, SETTING.vocab)
     rows = torch.arange(num_requests * width + 1, dtype=torch.int32, device=SETTING.device)
     zeros, columns = _columns(num_requests, setting, stream)
     logits = _spread_logits(num_requests * width)
-    best = logits.view(num_requests, width, -1)[:, :-1].topk(num_choices, dim=2).indices.int()
+    best = logits.view(num_requests, width, -1)[:, :-1].topk(draft_topk, dim=2).indices.int()
     token_ids = torch.zeros(num_requests, width, dtype=torch.int32, device=SETTING.device)
-    token_ids[:, 1:] = best[:, :, num_choices // 4]
+    token_ids[:, 1:] = best[:, :, draft_topk // 4]
     inputs = sampling_launch.SamplingInputs(
         token_ids=token_ids.flatten(),
         positions=rows[:-1].contiguous(),
@@ -91,8 +91,8 @@ def _verifying(num_requests: int, setting: tuple[float, int, float, float], stre
         context_lens=zeros,
         logit_rows=rows[:-1].view(num_requests, width).contiguous(),
         num_candidates=zeros + NUM_DRAFTS,
-        choices=best.flatten(1).contiguous(),
-        chances=torch.full((num_requests, NUM_DRAFTS * num_choices), 1 / num_choices, device=SETTING.device),
+        draft_topk_ids=best.flatten(1).contiguous(),
+        draft_topk_probs=torch.full((num_requests, NUM_DRAFTS * draft_topk), 1 / draft_topk, device=SETTING.device),
         **columns,
     )
     return _call(logits, inputs)

@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 
 from dflash_trt.bench import lockstep
-from dflash_trt.bench.lockstep import Lockstep
-from dflash_trt.bench.throughput import Work
+from dflash_trt.bench.lockstep import Lockstep, Work
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.step_plan import StepHandle, StepPlan
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import PromptReader
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, Clock, make_executor
 

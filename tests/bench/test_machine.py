@@ -72,7 +72,7 @@ def test_a_probe_runs_the_step_that_its_work_counts(num_tokens: int, num_drafts:
     assert rows.num_tokens.tolist() == [num_tokens] * 3 and rows.context_lens.tolist() == [40] * 3
     assert len(set(updates.page_ids.tolist())) == 3 * -(-(40 + num_tokens) // 32), "no page is shared"
     step = ComputedRows(num_tokens=rows.num_tokens, context_lens=rows.context_lens, num_draft_tokens=num_drafts)
-    assert probe.work == engine.work.of(step)
+    assert replace(probe.work, mixings=()) == replace(engine.work.of(step), mixings=())
 
 
 def test_a_probe_takes_the_median_of_its_rounds_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +188,6 @@ def test_the_command_writes_a_file_that_plan_simulates_with(
     swept = invoke("plan", "demo", "--machine", path, *words)
     assert swept.exit_code == 0, swept.stderr
     assert "simulated: target on 1 x this CPU" in swept.stdout
-    assert "times of steps are those of the machine file" in swept.stdout
+    assert "step times are from the machine file" in swept.stdout
     refused = invoke("bench", "machine", "--device", "cpu", "-o", tmp_path / "none" / "machine.json")
     assert refused.exit_code == 2 and "--output: expected a file in a directory that exists" in refused.stderr

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dflash_trt.bench.distinct import distinct_fraction
-from dflash_trt.bench.lockstep import Lockstep
+from dflash_trt.bench.lockstep import Lockstep, Work
 from dflash_trt.bench.roofline import Roofs, mean_context_len
-from dflash_trt.bench.throughput import Work
+from dflash_trt.bench.speedup import distinct_fraction
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -50,22 +49,22 @@ def bench_json(*words):
 
 
 def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file):
-    report = bench_json(
+    plain, drafted = bench_json(
         "speedup", engine_dir, "--input-file", input_file, "--rounds", 2, "--max-new-tokens", 12, "--concurrency", 2
     )
-    assert report["num_equal_texts"] == report["num_prompts"] == 3
-    assert len(report["speedup_by_round"]) == 2
-    assert report["num_draft_tokens"] == 3 == len(report["accepted_fraction_by_position"])
-    assert 1 <= report["specdec_bench_acceptance_length"] <= report["acceptance_length"] <= 4
-    plain, speculative = report["rooflines"]
-    assert (plain["num_draft_tokens"], speculative["num_draft_tokens"]) == (0, 3)
-    assert plain["context_len"] == speculative["context_len"] > 6  # half of the answer
-    speeds = (report["autoregressive_tok_per_s"], report["speculative_tok_per_s"])
-    for roof, speed in zip((plain, speculative), speeds, strict=True):
+    assert drafted["num_equal_texts"] == drafted["num_prompts"] == 3
+    assert len(drafted["speedup_by_round"]) == 2
+    assert drafted["num_draft_tokens"] == 3 == len(drafted["accepted_fraction_by_position"])
+    assert 1 <= drafted["specdec_bench_acceptance_length"] <= drafted["acceptance_length"] <= 4
+    assert (plain["roofline"]["num_draft_tokens"], drafted["roofline"]["num_draft_tokens"]) == (0, 3)
+    assert plain["roofline"]["context_len"] == drafted["roofline"]["context_len"] > 6  # half of the answer
+    for report in (plain, drafted):
+        roof = report["roofline"]
         assert roof["floor_s"] == max(roof["memory_floor_s"], roof["compute_floor_s"]) > 0
-        assert roof["reached_fraction"] == pytest.approx(speed / roof["floor_tok_per_s"])
+        assert roof["reached_fraction"] == pytest.approx(report["output_tok_per_s"] / roof["floor_tok_per_s"])
         assert 0 < roof["reached_fraction"] < 1
-    assert speculative["floor_tok_per_s"] == pytest.approx(2 * report["acceptance_length"] / speculative["floor_s"])
+    floor = drafted["roofline"]
+    assert floor["floor_tok_per_s"] == pytest.approx(2 * drafted["acceptance_length"] / floor["floor_s"])
 
 
 def test_a_machine_file_takes_the_place_of_a_measurement_of_now(engine_dir, input_file, tmp_path):
@@ -75,7 +74,7 @@ def test_a_machine_file_takes_the_place_of_a_measurement_of_now(engine_dir, inpu
         path.write_text(
             MACHINE.model_copy(update={"copy_bytes_per_s_by_working_set_bytes": {1: rate}, "name": "slow"}).text()
         )
-        roof = bench_json("speedup", engine_dir, *words, "--machine", path)["rooflines"][0]
+        roof = bench_json("speedup", engine_dir, *words, "--machine", path)[0]["roofline"]
         assert roof["machine"] == "slow"
         floors.append(roof["memory_floor_s"])
     assert floors[0] == pytest.approx(2 * floors[1])
@@ -102,12 +101,11 @@ def test_a_roofline_is_the_floor_of_the_drafts_that_steps_have(engine_dir):
 @pytest.mark.parametrize(
     ("settings", "drafts"),
     [
-        ({}, 3),
-        ({"num_draft_tokens": 2}, 2),
+        ({}, None),
+        ({"draft_length": 2}, 2),
         ({"use_drafter": False}, 0),
-        ({"adaptive_draft_length": True}, None),
+        ({"draft_length": 3, "adaptive_draft_length": True}, None),
         ({"draft_length": {1: 3, 4: 2}}, None),
-        ({"draft_length_by_context": {1: 3, 40: 2}}, None),
     ],
 )
 def test_steps_have_one_number_of_drafts_where_the_settings_fix_it(engine_dir, settings, drafts):
@@ -115,20 +113,7 @@ def test_steps_have_one_number_of_drafts_where_the_settings_fix_it(engine_dir, s
     assert roofs.fixed_drafts(RuntimeConfig().replaced(**settings)) == drafts
 
 
-def test_serving_reports_every_concurrency(engine_dir, input_file):
-    options = ("--rounds", 1, "--max-new-tokens", 8, "--requests-per-client", 2)
-    reports = bench_json(
-        "serving", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
-    )
-    assert [report["concurrency"] for report in reports] == [1, 4]
-    for report in reports:
-        ratios = (report["in_flight_to_static_batching"], report["overlapped_to_plain"])
-        assert min(*ratios, report["output_tok_per_s"], report["mean_time_to_first_token_s"]) > 0
-        assert [roof["num_requests"] for roof in report["rooflines"]] == [report["concurrency"]]
-        assert [roof["context_len"] for roof in report["rooflines"]] == [CONTEXT_LEN]
-
-
-def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, input_file):
+def test_throughput_reports_every_policy_at_every_concurrency(engine_dir, input_file):
     options = (
         "--rounds",
         2,
@@ -142,7 +127,7 @@ def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, inpu
         3,
     )
     reports = bench_json(
-        "draft-length", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
+        "throughput", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
     )
     assert [report["concurrency"] for report in reports] == [1, 4]
     for report in reports:
@@ -159,7 +144,7 @@ def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, inpu
 
 
 def test_a_length_beyond_the_engine_is_refused(engine_dir, input_file):
-    words = ["bench", "draft-length", str(engine_dir), "--input-file", str(input_file), "--fixed-lengths", "9"]
+    words = ["bench", "throughput", str(engine_dir), "--input-file", str(input_file), "--fixed-lengths", "9"]
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 2
     assert "error: --fixed-lengths: expected 0 to 3, this engine's max_draft_len, found 9" in result.stderr

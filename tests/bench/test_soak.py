@@ -1,14 +1,22 @@
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from dflash_trt.bench.soak import Traffic, _Sender, _wait_until_idle, soak
+import scripts.soak
 from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.step_plan import ExecutorLimits
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.llm import LLM
+from scripts.soak import SoakReport, Traffic, _Sender, _wait_until_idle, soak
+from tests.engine_dir.building import build
+from tests.factories import make_target, make_zlab_drafter
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
 
 TRAFFIC = Traffic(duration_s=2.0, mean_gap_s=0.004, max_prompt_tokens=40, max_new_tokens=24)
@@ -112,7 +120,7 @@ def test_whatever_is_lost_is_said(monkeypatch, count, said):
 
 
 def test_a_request_without_an_outcome_is_missed(monkeypatch):
-    monkeypatch.setattr("dflash_trt.bench.soak._Sender._count", lambda *arguments: None)
+    monkeypatch.setattr("scripts.soak._Sender._count", lambda *arguments: None)
     with make_generator(make_executor(LIMITS)) as engine, pytest.raises(AssertionError, match=", 0 accounted for"):
         soak(engine, VOCAB_SIZE, SHORT)
 
@@ -137,3 +145,29 @@ def test_the_count_waits_for_requests_of_every_state(busy):
 
     _wait_until_idle(Engine(), 5.0)
     assert not left
+
+
+def test_the_script_keeps_the_memory_small_and_says_what_became_of_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path / "target")
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target)
+    build(tmp_path, tmp_path / "engine", target=str(target), drafter=str(drafter), max_seq_len=96)
+    seen: list[Any] = []
+    run = scripts.soak.soak
+
+    def watched(llm: LLM, vocab_size: int, traffic: Traffic) -> SoakReport:
+        seen.extend((llm.config, llm.limits, traffic.seed))
+        short = replace(SHORT, seed=traffic.seed, duration_s=traffic.duration_s, max_new_tokens=24)
+        return run(llm, vocab_size, short)
+
+    monkeypatch.setattr(scripts.soak, "soak", watched)
+    words = [tmp_path / "engine", "--duration", "0.5", "--traffic-seed", "7", "--num-threads", "1"]
+    result = CliRunner().invoke(scripts.soak.main, [*map(str, words)])
+    assert result.exit_code == 0, result.output
+    config, limits, seed = seen
+    assert limits.num_pages * limits.page_size <= 2 * 96 + limits.page_size, "memory for two requests at most"
+    assert (config.adaptive_draft_length, config.max_queue_len, config.num_threads, seed) == (True, 64, 1, 7)
+    first, second = result.stdout.splitlines()
+    assert re.fullmatch(r"\d+ requests in \d+ s: \d+ length(, \d+ stop)?", first)
+    assert "tokens, " in second and second.endswith("leaked pages: 0")

@@ -76,7 +76,7 @@ def test_a_published_qwen3_moe_config_is_read(tmp_path: Path, fields: Any, theta
     assert not spec.is_embedding_tied
     assert Flat(spec).rope == RopeSpec(theta=theta) and spec.max_position_embeddings == positions
     assert Flat(spec).masks == (AttentionMask(),) * 48
-    assert spec.num_expert_layers == 48
+    assert len(spec.moes) == 48
     assert Flat(spec).moe == Moe(
         num_experts=128, num_experts_per_token=8, intermediate_size=768, routing="softmax_top_k", normalizes_top_k=True
     )
@@ -94,7 +94,7 @@ def test_a_published_gpt_oss_config_is_read(tmp_path: Path, fields: Any, num_lay
     assert (flat.num_heads, flat.num_kv_heads, flat.head_dim, flat.q_size) == (64, 8, 64, 4096)
     assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_sinks) == (False, True, True, True)
     assert Flat(spec).masks == (AttentionMask(window=128), AttentionMask()) * (num_layers // 2)
-    assert spec.num_expert_layers == num_layers
+    assert len(spec.moes) == num_layers
     assert Flat(spec).rope == RopeSpec(
         theta=150000.0,
         scaling="yarn",

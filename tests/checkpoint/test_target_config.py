@@ -184,7 +184,7 @@ def test_two_different_thetas_are_refused(copy_of: Copy) -> None:
 def test_two_different_rope_schemas_are_refused(copy_of: Copy) -> None:
     target = copy_of("qwen3")
     edit_json(target / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
-    assert "key 'rope_scaling': expected no such key beside rope_parameters" in target_refusal(target)
+    assert "key 'rope_scaling': expected no such key besides rope_parameters" in target_refusal(target)
 
 
 WINDOWS: list[dict[str, Any]] = [

@@ -164,7 +164,7 @@ def test_reports_are_printed_and_written(rows, tmp_path, invoke, monkeypatch) ->
     words = ["--csv", csv, "--hardware", "a laptop", "--interactivity", "50"]
     ran = invoke("bench", "serve", URL, "--input-file", rows, *words)
     assert ran.exit_code == 0, ran.stderr
-    assert "At 50 tok/s per user, throughput relative to s: fast 1.00x." in ran.stdout
+    assert "At 50 tok/s per user, throughput relative to s: fast 1.0x." in ran.stdout
     assert f"command: dflash-trt bench serve {URL}" in ran.stdout and "hardware: a laptop" in ran.stdout
     assert [line.split(",")[0] for line in csv.read_text().splitlines()] == ["server", "s", "fast"]
     assert "tok/s per server" in ran.stdout
@@ -237,7 +237,10 @@ def test_a_row_that_is_wrong_is_refused(row, message, tmp_path) -> None:
 
 def test_closed_loads_on_engines_have_the_floor_of_their_step_beside_them(engine_dir) -> None:
     runtime = RuntimeConfig(num_threads=1)
-    engines = {"e": (engine_dir, runtime), "e, autoregressive": (engine_dir, runtime.without_drafter())}
+    engines = {
+        "e": (engine_dir, runtime.replaced(draft_length=3)),
+        "e, autoregressive": (engine_dir, runtime.without_drafter()),
+    }
     counts = {"num_requests": 4, "num_prompt_tokens": 40, "num_output_tokens": 80, "concurrency": 2}
     closed = replace(REPORT, server="e", output_tok_per_s=10.0, **counts)
     reports = [
@@ -252,7 +255,7 @@ def test_closed_loads_on_engines_have_the_floor_of_their_step_beside_them(engine
     assert drafting is not None and plain is not None
     assert (drafting.num_requests, drafting.context_len, drafting.machine) == (2, 10 + 20 // 2, MACHINE.name)
     assert (drafting.num_draft_tokens, plain.num_draft_tokens) == (max_draft_len(EngineDir.open(engine_dir)), 0)
-    [adaptive] = floors_beside([closed], {"e": (engine_dir, runtime.replaced(adaptive_draft_length=True))}, MACHINE)
+    [adaptive] = floors_beside([closed], {"e": (engine_dir, runtime)}, MACHINE)
     assert adaptive is not None and "K >= 2" in str(adaptive)  # the fewest that give its acceptance length
     assert plain.reached_fraction == pytest.approx(10.0 / plain.floor_tok_per_s)
     assert str(drafting).startswith("e, 2 clients: floor of a step (2 x 20 tokens")

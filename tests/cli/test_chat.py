@@ -16,7 +16,7 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.serving.generation_batch import output_without_tokens
-from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.text import TextCodec
 from tests.factories import edit_json, make_target
 from tests.serving.tokenizers import CHAT_TEMPLATE

@@ -12,7 +12,6 @@ def report() -> Any:
     sizes = SimpleNamespace(min=1, opt=4, max=9)
     built = SimpleNamespace(
         tensorrt_version="1.2",
-        plugins="layers",
         num_layers=7,
         layer_counts={"ELEMENTWISE": 5},
         inputs=("token_ids [T]",),

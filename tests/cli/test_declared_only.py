@@ -66,12 +66,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("speedup", "--rounds", "1"),
-        ("drafters", "--rounds", "1"),
-        ("draft-length", "--rounds", "1", "--concurrency", "1"),
-        ("serving", "--concurrency", "1"),
-    ],
+    [("speedup", "--rounds", "1"), ("throughput", "--rounds", "1", "--concurrency", "1")],
     ids=lambda words: words[0],
 )
 def test_a_benchmark_without_http_needs_no_extra(engine_dir: Path, prompts: Path, words: tuple[str, ...]) -> None:

@@ -63,7 +63,7 @@ def test_the_model_of_llmapi_has_the_engines_arguments(
 ) -> None:
     words = ["deploy", "triton", engine, "-o", tmp_path, "--llmapi", llmapi]
     for _ in range(2):  # the second time changes nothing
-        result = invoke(*words, "--num-draft-tokens", "2", "--kv-cache-free-memory-fraction", "0.5")
+        result = invoke(*words, "--draft-length", "2", "--kv-cache-free-memory-fraction", "0.5")
         assert result.exit_code == 0, result.stderr
         fields: dict[str, Any] = yaml.safe_load((tmp_path / "tensorrt_llm/1/model.yaml").read_text())
         assert set(fields.pop("triton_config")) == set(KNOWN["triton_config"])

@@ -43,7 +43,7 @@ PROVOKED: list[tuple[ExitCode, Callable[[Path, Path], int]]] = [
     (ExitCode.DONE, lambda engine, path: ended("run", engine, "--prompt", "a", "--max-new-tokens", "1")),
     (ExitCode.FAILED, lambda engine, path: ended("inspect", path / "none")),
     (ExitCode.USAGE, lambda engine, path: ended("run", engine, "--temprature", "1")),
-    (ExitCode.USAGE, lambda engine, path: ended("run", engine, "--prompt", "a", "--num-draft-tokens", "9")),
+    (ExitCode.USAGE, lambda engine, path: ended("run", engine, "--prompt", "a", "--draft-length", "9")),
     (ExitCode.REQUEST_FAILED, lambda engine, path: ended("run", engine, "--prompt", "")),
     (ExitCode.REQUEST_FAILED, lambda engine, path: missed_gate(engine, path / "rows.jsonl")),
     (ExitCode.INTERRUPTED, lambda engine, path: signalled(signal.SIGINT, engine, path / "rows.jsonl")),

@@ -130,7 +130,7 @@ RECORD: dict[str, Any] = {
     "tensorrt_version": "11.0",
     "gpu_name": "a GPU",
     "compute_capability": "9.0",
-    "plugins": "layers",
+    "plugin_library": "libdflash_trt_plugins.so",
     "collectives": "native",
     "flags": ["STRICT", "REFIT"],
     "profiles": [{"name": "decode", "axes": {"rows": [1, 3, 7]}}, {"name": "prefill", "axes": {"rows": [2, 5, 9]}}],
@@ -144,6 +144,8 @@ def make_plans(engine: Path, record: dict[str, Any]) -> None:
     config, provenance = read_json(engine / "config.json"), read_json(engine / "provenance.json")
     (engine / "rank0.safetensors").rename(engine / "rank0.engine")
     config["files"]["rank0.engine"] = config["files"].pop("rank0.safetensors")
+    (engine / record["plugin_library"]).write_bytes(b"")
+    config["files"][record["plugin_library"]] = {"sha256": hashlib.sha256(b"").hexdigest(), "size_bytes": 0}
     text = json.dumps(config | {"backend": "tensorrt", "tensorrt": record})
     (engine / "config.json").write_text(text)
     provenance["config_sha256"] = hashlib.sha256(text.encode()).hexdigest()
@@ -160,15 +162,12 @@ def test_plans_are_described_with_the_pages_that_they_have(tmp_path, invoke, win
     assert result.exit_code == 0, result.stderr
     (pages,) = (line for line in result.stdout.splitlines() if line.startswith("K/V on this machine: "))
     assert ("of layers with a window of 8 tokens" in pages) == bool(windows)
-    words = "TensorRT 11.0, for a GPU (compute capability 9.0), plugins layers, 17 layers, compiled in 2.5 s; "
+    words = "TensorRT 11.0, for a GPU (compute capability 9.0), 17 layers, compiled in 2.5 s; "
     assert f"{words}flags STRICT, REFIT\n" in result.stdout
     cells = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in result.stdout.splitlines()]
     assert "axis decode prefill" in cells and "rows 1 .. 3 .. 7 2 .. 5 .. 9" in cells
     report = json.loads(invoke("inspect", tmp_path / "engine", "--json").stdout)
-    assert (report["backend"], report["tensorrt"]) == (
-        "tensorrt",
-        RECORD | {"page_windows": windows, "plugin_library": None},
-    )
+    assert (report["backend"], report["tensorrt"]) == ("tensorrt", RECORD | {"page_windows": windows})
 
 
 def test_a_missing_engine_is_one_clear_error(tmp_path, invoke) -> None:

@@ -4,8 +4,11 @@ import sys
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import dflash_trt.cli.main
+from dflash_trt.cli.plan import plan
+from dflash_trt.cli.run import run
 from dflash_trt.core.errors import BuildError, ConfigError, DFlashError
 
 HEAVY = ("torch", "tensorrt", "modelopt", "transformers")
@@ -22,6 +25,17 @@ def test_help_loads_none_of_the_heavy_dependencies(words: list[str]) -> None:
         f"from dflash_trt.cli.main import cli\ntry: cli.main({words})\nexcept SystemExit as end: assert end.code == 0"
     )
     assert _loaded_after(call) == []
+
+
+@pytest.mark.parametrize("command", [run, plan], ids=["run", "plan"])
+def test_help_fits_two_screens_and_counts_the_options_that_help_all_shows(command: click.Command) -> None:
+    runner = CliRunner()
+    short, full = (runner.invoke(command, [flag], terminal_width=80).output for flag in ("--help", "--help-all"))
+    options = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
+    is_shown = [any(line.startswith(f"  {option} ") for line in short.splitlines()) for option in options]
+    assert all(any(line.startswith(f"  {option}") for line in full.splitlines()) for option in options)
+    assert f"({is_shown.count(False)} more: {command.name} --help-all)" in short
+    assert len(short.splitlines()) <= 70
 
 
 def test_inspect_needs_no_torch(engine_dir) -> None:

@@ -17,20 +17,20 @@ from typing import Any
 import click
 import pytest
 
+from dflash_trt.cli import plan_advice, plan_sweep
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
 from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
-from dflash_trt.cli.plan_sweep import OPTION_NAMES
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import settings_line
 from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
@@ -40,10 +40,8 @@ from tests.cli.calls import RecordedError, Recorder, options_never_set
 RUNTIME: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "use_drafter": (["--no-drafter"], False),
-    "num_draft_tokens": (["--num-draft-tokens", "2"], 2),
     "adaptive_draft_length": (["--adaptive"], True),
-    "draft_length": (["--draft-length", "1:3,4:2"], {1: 3, 4: 2}),
-    "draft_length_by_context": (["--draft-length-by-context", "64:1"], {64: 1}),
+    "draft_length": (["--draft-length", "2"], {1: 2}),
     "draft_window": (["--draft-window", "100"], 100),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "num_state_snapshots": (["--num-state-snapshots", "5"], 5),
@@ -71,11 +69,7 @@ LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields":
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = (
-        {"use_drafter", "num_state_snapshots"},
-        {"kv_cache_free_memory_fraction"},
-        {"draft_length", "draft_length_by_context"},
-    )
+    apart = ({"use_drafter", "num_state_snapshots"}, {"kv_cache_free_memory_fraction"})
     cases = []
     for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]
@@ -97,6 +91,8 @@ class RecordingLLM:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(RecordedError):
             type(self).opened(self, *args, **kwargs)
+
+    codec = "a tokenizer"
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return type(self).asked(self, *args, **kwargs)
@@ -161,7 +157,10 @@ def test_every_option_of_run_reaches_the_engine(llm, invoke, words, config) -> N
     arguments = llm.asked.arguments
     assert callable(arguments.pop("on_output"))
     assert arguments.pop("self") is not None
-    assert arguments == {"prompts": conversations, "sampling_params": [sampling, sampling]}
+    samplings = {"sampling_params": [sampling, sampling]}
+    assert arguments == {"prompts": conversations, "reports_drafts": False} | samplings
+    assert invoke("run", "dir", "--prompt", "x", "--show-drafts").stderr.endswith("error: recorded\n")
+    assert llm.asked.arguments["reports_drafts"] is True
 
 
 @pytest.mark.parametrize(("name", "text"), GRAMMARS.items())
@@ -236,7 +235,7 @@ def test_no_option_of_run_is_left_out_here() -> None:
     chat = ["--chat", "--system", "s", "--chat-template-option", "a=1"]
     cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
     cases += [["dir", "--prompt", "x", f"--{name.replace('_', '-')}", text] for name, text in GRAMMARS.items()]
-    files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "as_json"}
+    files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "show_drafts", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
 
@@ -268,23 +267,16 @@ DECIDED = (
     "use_drafter",
     "adaptive_draft_length",
 )
-COMPARED = (*DECIDED, "num_draft_tokens", "draft_length", "draft_length_by_context", "overlap_scheduling")
+COMPARED = (*DECIDED, "draft_length", "overlap_scheduling")
 MEASUREMENTS = [
     (
-        ("speedup", "dflash_trt.bench.speculation", "compare"),
+        ("speedup", "dflash_trt.bench.speedup", "compare"),
         ["--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"],
         {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
         DECIDED,
     ),
     (
-        ("drafters", "dflash_trt.bench.drafters", "compare_drafters"),
-        ["--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"],
-        {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
-        DECIDED,
-    ),
-    (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS, COMPARED),
-    (
-        ("draft-length", "dflash_trt.bench.lockstep", "compare_policies"),
+        ("throughput", "dflash_trt.bench.throughput", "compare_policies"),
         [*LOAD, "--fixed-lengths", "0", "--fixed-lengths", "3"],
         LOAD_ARGUMENTS | {"fixed_lengths": (0, 3)},
         COMPARED,
@@ -303,7 +295,7 @@ def test_every_option_of_a_measurement_reaches_it(names, words, expected, decide
         ran = invoke("bench", subcommand, "dir", "--input-file", rows, *words, *runtime)
         assert ran.stderr == "error: recorded\n"
         assert callable(measurement.arguments.pop("progress"))
-        given = {"engine_dirs": (Path("dir"),)} if subcommand == "drafters" else {"engine_dir": Path("dir")}
+        given = {"engine_dirs": (Path("dir"),)} if subcommand == "speedup" else {"engine_dir": Path("dir")}
         assert measurement.arguments == expected | given | {"prompts": PROMPTS, "config": config}
     minimal = ["dir", "--input-file", "rows"]
     never_set = options_never_set(
@@ -312,38 +304,9 @@ def test_every_option_of_a_measurement_reaches_it(names, words, expected, decide
     assert never_set == {*given, "input_file", "machine", "as_json"}  # tests/bench/test_reports.py has a machine
 
 
-def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> None:
-    from dflash_trt.bench.soak import Traffic
-
-    soak = recorded(monkeypatch, "dflash_trt.bench.soak", "soak")
-    monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
-    monkeypatch.setattr("dflash_trt.executor.opening._check_snapshots", lambda config, **_: None)
-    cases = runtime_cases(*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
-    words = ["--duration", "2.5", "--seed", "7"]
-    for runtime, config in cases:
-        assert invoke("bench", "soak", engine_dir, *words, *runtime).stderr == "error: recorded\n"
-        llm = soak.arguments.pop("llm")
-        assert llm.limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
-        decided = {"kv_cache_bytes": llm.config.kv_cache_bytes, "max_queue_len": 64}
-        resolved = {name: getattr(llm.config, name) for name in ("device", "num_threads", "overlap_scheduling")}
-        adapts = config.use_drafter and config.draft_length is None
-        if adapts or not config.use_drafter:
-            resolved["num_draft_tokens"] = llm.config.num_draft_tokens
-        expected = config.replaced(**decided, **resolved, adaptive_draft_length=adapts)
-        assert llm.config == expected
-        assert all(getattr(config, name) in (value, None, "auto") for name, value in resolved.items())
-        assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
-    by_context = ("--draft-length-by-context", "40:1")
-    assert invoke("bench", "soak", engine_dir, *words, *by_context).stderr == "error: recorded\n"
-    config = soak.arguments["llm"].config
-    assert (config.draft_length_by_context, config.adaptive_draft_length) == ({40: 1}, False)
-    never_set = options_never_set(bench.commands["soak"], ["dir"], *(["dir", *words, *runtime] for runtime, _ in cases))
-    assert never_set == {"engine_dir", "as_json"}
-
-
 def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
     measure = recorded(monkeypatch, "dflash_trt.bench.host", "measure_host")
-    words = ["--requests", "3", "--steps", "5", "--num-draft-tokens", "2", "--prompt-tokens", "9", "--ranks", "4"]
+    words = ["--requests", "3", "--steps", "5", "--draft-length", "2", "--prompt-tokens", "9", "--ranks", "4"]
     assert invoke("bench", "host", *words).stderr == "error: recorded\n"
     sizes = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "num_ranks": 4}
     assert measure.arguments == {**sizes, "is_chained": True}
@@ -368,9 +331,9 @@ BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-
 BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
 BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4", "--chat-template-option", "thinks=false"]
 BUILD += ["--draft-window", "44"]
-TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
-TENSORRT += ["--plugin-library", "/p"]
-COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]  # which plain layers do not have
+KERNELS = ["--compile-for", "sm_90a,sm_103a"]  # not for plan
+TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugin-library", "/p"]
+COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]
 QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
@@ -386,14 +349,15 @@ BUILT = BuildConfig(
     tp_size=2,
     ep_size=2,
     quantization=QUANTIZATION,
+    compile_for=("sm_90a", "sm_103a"),
 )
 BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin")
-BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugins="layers", plugin_library="/p")
+BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugin_library="/p")
 
 
 def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
     builder = recorded(monkeypatch, "dflash_trt.compile.build", "build_engine")
-    words = ["build", *BUILD, "--tp-size", "2", "--ep-size", "2", "-o", "out"]
+    words = ["build", *BUILD, *KERNELS, "--tp-size", "2", "--ep-size", "2", "-o", "out"]
     for more, overwrite in (([], False), (["--overwrite"], True)):
         assert invoke(*words, *more).stderr == "error: recorded\n"
         for callback in ("progress", "on_plan", "warn"):
@@ -433,7 +397,7 @@ def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_run
 
 def test_no_option_of_build_is_left_out_here() -> None:
     ranks = ["--tp-size", "2", "--ep-size", "2"]
-    cases = ([*BUILD, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
+    cases = ([*BUILD, *KERNELS, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
     fields = BuildConfig(target="default")
     for name in BuildConfig.model_fields:
@@ -452,15 +416,20 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
     ranks = ["--tp-size", "2", "--ep-size", "2"]
     pair = ((Path.cwd() / "t", Path.cwd() / "d"), {"drafter_overrides": BUILT.drafter_overrides})
     assert invoke("plan", *BUILD, *ranks, "--gpu", "b300").stderr == "error: recorded\n"
-    assert planner.arguments == {"config": BUILT, "pair": (pair, 44), "gpu": gpu_of("b300")}
+    assert planner.arguments == {
+        "config": BUILT.model_copy(update={"compile_for": ()}),
+        "pair": (pair, 44),
+        "gpu": gpu_of("b300"),
+    }
     for words, config in ((TENSORRT, BUILT_BY_TENSORRT), (COLLECTIVES, BUILT_WITH_COLLECTIVES)):
         assert invoke("plan", *words, "--gpu", "b300").stderr == "error: recorded\n"
         assert planner.arguments["config"] == config
     cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES))
     of_the_report = {"sources", "acceptance_lengths", "concurrencies", "contexts", "as_json"}  # test_plan.py has them
-    of_the_report |= {"machine", "sweep", *OPTION_NAMES}  # test_plan_sweep.py has these
+    of_the_report |= {"machine", "sweep", *plan_sweep.OPTION_NAMES}  # test_plan_sweep.py has these
+    of_the_report |= {*plan_advice.OPTION_NAMES}  # test_plan_advice.py
     assert options_never_set(plan, ["--gpu", "h200"], *cases) == of_the_report
-    unset = {"config_file", "output", "checked_layers", "overwrite", "as_json"}
+    unset = {"config_file", "output", "checked_layers", "compile_for", "overwrite", "as_json"}
     assert {item.name for item in build.params} - unset <= {item.name for item in plan.params}
 
 
@@ -573,7 +542,7 @@ def test_a_replica_has_a_gpu_for_each_of_its_ranks(target, drafter, tmp_path, in
         (["--gpus", "1,1"], "--gpus: expected distinct indices, found 1,1. Write --gpus 0,1 for example."),
         (["--gpus", "1", "--replicas", "2"], "--replicas and --gpus are mutually exclusive"),
         (["--port", "40000"], "metrics of the replicas: expected ports up to 32767, found 40001. Pass --metrics-port."),
-        (["--num-draft-tokens", "4"], "--num-draft-tokens: expected 0 to 3, this engine's max_draft_len, found 4."),
+        (["--draft-length", "4"], "--draft-length: expected 0 to 3, this engine's max_draft_len, found 4."),
     ],
 )
 def test_serve_refuses_what_it_cannot_start(engine_dir, invoke, words, text) -> None:
@@ -659,7 +628,7 @@ def test_every_command_with_options_is_here() -> None:
 
     known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
     assert set(cli.commands) == known
-    assert set(bench.commands) == {"draft-length", "drafters", "host", "machine", "serve", "serving", "soak", "speedup"}
+    assert set(bench.commands) == {"host", "machine", "serve", "speedup", "throughput"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"mpi", "slurm", "triton"}
 

@@ -91,7 +91,7 @@ def examples() -> Iterator[tuple[str, str]]:
     yield "serve e --gpu-memory-utilization .9", "Use --kv-cache-free-memory-fraction."
     yield "serve e --speculative-config {}", "`dflash-trt build --drafter` sets it."
     yield "build --speculative-draft-model-path x", "Use --drafter."
-    yield "run e --num-speculative-tokens 3", "Use --num-draft-tokens."
+    yield "run e --num-speculative-tokens 3", "Use --draft-length."
     yield "build --num-speculative-tokens 3", "Use --max-draft-len."
     yield "serve e --enable-prefix-caching", "Prefix caching is on by default"
     yield "serve e --disable-radix-cache", "Use --no-prefix-caching."

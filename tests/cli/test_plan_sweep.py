@@ -80,10 +80,11 @@ def test_everything_that_is_written_says_that_it_is_simulated_and_what_was_assum
         rows = list(csv.DictReader(stream))
     assert {row["kind"] for row in rows} == {"simulated"} and len(rows) == 4
     figure = (tmp_path / "points.svg").read_text()
-    assert "Throughput against speed per user, simulated" in figure and "DFlash (simulated)" in figure
+    assert "Throughput against speed per user, simulated" in figure and "Simulated, not measured: " in figure
     for text in (result.stdout, figure.replace("\n", " ")):
         assert "accepted by position: 0.8, 0.6, 0.4, 0.2" in text and "simulated" in text.lower()
-    assert "reach 80% of the datasheet" in result.stdout
+    assert "on b300 take times as NVIDIA measured them (aiconfigurator-core" in result.stdout
+    assert "where the device's time comes from: " in result.stdout
     assert "best at 1 tok/s per user: " in result.stdout
 
 
@@ -175,21 +176,41 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpu", "h200", "--csv", "x.csv"), "--sweep beside its options, found csv-path"),
+        (("--gpu", "h200", "--csv", "x.csv"), "--sweep with its options, found csv-path"),
         (("--gpu", "h200", "--sweep"), "--accepted: expected one for each of 1 drafters, found 0"),
         (("--gpu", "48", "--sweep", "--accepted", "0.5"), "a machine whose bandwidth is known"),
-        (("--gpu", "h200", "--sweep", "--context", "9"), "no --acceptance-length, no --context"),
+        (("--gpu", "h200", "--sweep", "--context", "9"), "none of the options of steps, found --context"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "8"), "--layout: expected tp with the ranks"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp1x1025"), "--layout: expected tp with the"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp0"), "--layout: expected tp with the ranks"),
-        (("--gpu", "h200", "--sweep", "--acceptance-length", "2"), "no --acceptance-length, no --context"),
+        (("--gpu", "h200", "--sweep", "--acceptance-length", "2"), "found --acceptance-length. Say --accepted"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--csv", "no/c.csv"), "a directory that exists"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--sweep-draft-length", 2), "K of at most 1, found 2"),
         (("--gpu", "h200", "--machine", "m.json"), "--gpu NAME or --machine FILE, found both"),
-        ((), "--gpu NAME or --machine FILE, found neither"),
+        ((), "--gpu NAME, or a GPU in this machine, found neither. Name one: h100, h200, b200, b300, or its"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_by_name(pair, invoke, words, message) -> None:
+def test_what_cannot_be_simulated_is_refused_by_name(pair, invoke, words, message, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_trt.doctor.machine.gpus", list)
     result = invoke("plan", *pair[:2], *words)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_an_unknown_gpu_without_a_memory_size_needs_a_name(pair, invoke, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_trt.doctor.machine.gpus", lambda: [{"name": "NVIDIA GB10", "memory_mib": "[N/A]"}])
+    result = invoke("plan", *pair[:2])
+    assert (result.exit_code, "--gpu NAME" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_mib", "planned"),
+    [("NVIDIA H100 80GB HBM3", "81559", "h100"), ("NVIDIA B300 SXM6 AC", "1", "b300"), ("NVIDIA L40S", "46068", "45")],
+)
+def test_without_a_name_the_plan_is_for_the_gpu_of_this_machine(
+    pair, invoke, monkeypatch, name, memory_mib, planned
+) -> None:
+    monkeypatch.setattr("dflash_trt.doctor.machine.gpus", lambda: [{"name": name, "memory_mib": memory_mib}])
+    found, expected = invoke("plan", *pair[:2], "--json"), invoke("plan", *pair[:2], "--gpu", planned, "--json")
+    assert f"this machine's, {name}" in found.stderr
+    assert (found.exit_code, found.stdout) == (0, expected.stdout)

@@ -193,3 +193,17 @@ def test_ranks_share_the_weights_where_each_has_a_device(capability, num_devices
     config = BuildConfig(target="t", drafter="d", tp_size=2)
     machine = machines.Machine(name="m", memory_bytes=memory_gib * GIB, num_devices=num_devices, capability=capability)
     assert fits(recipe, config, machine) == answer
+
+
+def test_a_recipe_is_shown_as_a_file_that_builds_the_same(invoke: Invoke, tmp_path: Path) -> None:
+    for recipe in recipes():
+        shown = invoke("recipes", "show", recipe.name)
+        assert shown.exit_code == 0
+        heading, _, text = shown.stdout.partition("\n")
+        assert heading.startswith(f"# {recipe.path}: {recipe.format}, ") and "GiB of weights" in heading
+        (tmp_path / "shown.yaml").write_text(shown.stdout)
+        assert text == recipe.path.read_text() and read_yaml(tmp_path / "shown.yaml") == read_yaml(recipe.path)
+    for name, hint in (("dem", "Did you mean 'demo'?"), ("zzzzzzzz", "`dflash-trt recipes` lists them.")):
+        refused = invoke("recipes", "show", name)
+        assert refused.exit_code == 2
+        assert f"RECIPE: expected a recipe's name, found {name}. {hint}" in refused.stderr

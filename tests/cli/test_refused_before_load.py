@@ -54,9 +54,8 @@ USAGE = [
     ([*P, "--temperature", "-1"], "temperature: expected 0 (greedy) to 10000, found -1"),
     ([*P, "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
     ([*P, "--device", "cuda"], "--device: expected a CUDA GPU that PyTorch can use, found none"),
-    ([*P, "--num-draft-tokens", "9"], "--num-draft-tokens: expected 0 to 3"),
+    ([*P, "--draft-length", "9"], "--draft-length: expected 0 to 3"),
     ([*P, "--draft-length", "1:9"], "--draft-length: expected 0 to 3"),
-    ([*P, "--draft-length-by-context", "8:9"], "--draft-length-by-context: expected 0 to 3"),
     ([*P, "--plugin-library", "/p.so"], "--plugin-library: expected an engine with TensorRT plugins"),
     (["--input-file", "none.jsonl"], "none.jsonl: expected a JSONL file"),
     ([*ROWS, "--output-file", "old.jsonl"], "--output-file: expected a new file, found old.jsonl. Pass --overwrite"),
@@ -74,8 +73,7 @@ REFUSED = [
     (["--input-file", "long.jsonl"], "2 of 2 requests failed"),
     (["--input-file", "long.jsonl", "--output-file", "new.jsonl"], "sampling top_p: expected a number in (0, 1]"),
 ]
-NO_DRAFTER = [["--adaptive"], ["--draft-length", "1:1"], ["--draft-length-by-context", "9:1"]]
-NO_DRAFTER += [["--num-draft-tokens", "1"]]
+NO_DRAFTER = [["--adaptive"], ["--draft-length", "1:1"], ["--draft-length", "1"], ["--draft-window", "9"]]
 
 
 def test_a_run_that_nothing_refuses_loads(engine_dir: Path, directory: Path, invoke: Invoke) -> None:
@@ -110,6 +108,12 @@ def test_drafting_without_a_drafter_is_refused(plain_engine: Path, invoke: Invok
     assert not (plain_engine.parent / "models").exists()
 
 
+def test_drafts_are_not_shown_without_a_drafter(plain_engine: Path, invoke: Invoke) -> None:
+    result = invoke("run", plain_engine, *P, "--show-drafts")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--show-drafts: expected an engine with a drafter, found one without" in result.stderr
+
+
 def test_pages_that_cannot_fit_and_a_missing_engine_are_refused(engine_dir: Path, invoke: Invoke) -> None:
     result = invoke("run", engine_dir, *P, "--kv-cache-bytes", "1")
     assert result.exit_code == 1
@@ -119,7 +123,7 @@ def test_pages_that_cannot_fit_and_a_missing_engine_are_refused(engine_dir: Path
     assert "expected an engine directory, found nothing at that path" in result.stderr
 
 
-@pytest.mark.parametrize("fields", [{"num_draft_tokens": 9}, {"device": "cuda"}, {"no_such": 1}, {"max_queue_len": 0}])
+@pytest.mark.parametrize("fields", [{"draft_length": 9}, {"device": "cuda"}, {"no_such": 1}, {"max_queue_len": 0}])
 def test_llm_refuses_before_the_load(engine_dir: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LLM(engine_dir, **fields)
@@ -143,7 +147,7 @@ def test_a_constraint_is_compiled_before_the_load(engine_dir: Path, invoke: Invo
 @pytest.mark.parametrize(
     ("rows", "words", "said"),
     [
-        ("rows.jsonl", ["--num-draft-tokens", "9"], "--num-draft-tokens: expected 0 to 3"),
+        ("rows.jsonl", ["--draft-length", "9"], "--draft-length: expected 0 to 3"),
         ("rows.jsonl", ["--device", "cuda"], "--device: expected a CUDA GPU"),
         ("long.jsonl", [], "sampling top_p: expected a number in (0, 1]"),
         ("long.jsonl", ["--num-prompts", "1"], "prompts: 1: prompt: expected at most"),

@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_a_prompt_may_be_piped_in(engine_dir, invoke) -> None:
 
 
 def test_streaming_prints_the_same_text_and_leaves_the_same_trace(engine_dir, tmp_path, invoke) -> None:
-    words = ["run", engine_dir, "--prompt", "def f", *GREEDY]
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY, "--draft-length", 3]
     streamed = invoke(*words, "--stream", "--trace-file", tmp_path / "streamed")
     assert streamed.exit_code == 0
     assert streamed.stdout == invoke(*words, "--trace-file", tmp_path / "plain").stdout
@@ -71,7 +72,7 @@ def test_streaming_prints_the_same_text_and_leaves_the_same_trace(engine_dir, tm
     assert "12 output tokens" in streamed.stderr
 
 
-@pytest.mark.parametrize("flags", [["--no-drafter"], ["--num-draft-tokens", "0"], ["--num-draft-tokens", "1"]])
+@pytest.mark.parametrize("flags", [["--no-drafter"], ["--draft-length", "0"], ["--draft-length", "1"]])
 def test_greedy_text_does_not_depend_on_the_drafter(engine_dir, invoke, flags) -> None:
     words = ["run", engine_dir, "--prompt", "def f", *GREEDY]
     assert invoke(*words, *flags).stdout == invoke(*words).stdout
@@ -164,7 +165,7 @@ def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:
 def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_path, invoke) -> None:
     source = _write_rows(tmp_path / "in.jsonl", {"prompt": "def f", "id": "a"}, {"prompt": "import", "id": "b"})
     trace = tmp_path / "trace.jsonl"
-    result = invoke("run", engine_dir, "--input-file", source, "--trace-file", trace, *GREEDY)
+    result = invoke("run", engine_dir, "--input-file", source, "--trace-file", trace, *GREEDY, "--draft-length", 3)
     assert result.exit_code == 0, result.stderr
     lines = _rows(trace.read_text())
     for row in _rows(result.stdout):
@@ -183,8 +184,9 @@ def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_pat
 def test_steps_of_the_trace_are_numbered_as_the_request_made_them(engine_dir, tmp_path, invoke) -> None:
     """Step 0 is the prefill, which verifies nothing: compared with what the Python API returns."""
     trace = tmp_path / "trace.jsonl"
-    assert invoke("run", engine_dir, "--prompt", "def f", "--trace-file", trace, *GREEDY).exit_code == 0
-    with LLM(engine_dir) as llm:
+    words = ["--prompt", "def f", "--trace-file", trace, "--draft-length", 3]
+    assert invoke("run", engine_dir, *words, *GREEDY).exit_code == 0
+    with LLM(engine_dir, draft_length=3) as llm:
         (output,) = llm.generate(["def f"], SamplingParams(max_new_tokens=12, ignore_eos=True))
     expected = [(step, event.token_ids) for step, event in enumerate(output.steps) if event.num_candidates]
     assert [(line["step"], tuple(line["token_ids"])) for line in _rows(trace.read_text())] == expected
@@ -212,7 +214,7 @@ def test_the_trace_has_the_accepted_drafts_of_a_step_whose_tokens_a_stop_cut() -
     assert list(trace_lines("a", output)) == [{"id": "a", "step": 0, "token_ids": [5]} | counts]
 
 
-@pytest.mark.parametrize(("flags", "most"), [([], 3), (["--num-draft-tokens", "2"], 2), (["--adaptive"], 3)])
+@pytest.mark.parametrize(("flags", "most"), [([], 3), (["--draft-length", "2"], 2), (["--adaptive"], 3)])
 def test_the_summary_names_the_k_of_the_run(engine_dir, invoke, flags, most) -> None:
     words = ["run", engine_dir, "--prompt", "def f", *GREEDY, *flags]
     assert json.loads(invoke(*words, "--json").stdout)["summary"]["max_draft_tokens"] == most
@@ -264,3 +266,15 @@ def test_the_end_token_is_a_stop_unless_ignored(tmp_path, invoke) -> None:
     ended, ignored = (json.loads(invoke(*words, *more).stdout)["outputs"][0] for more in ([], ["--ignore-eos"]))
     assert (ended["finish_reason"], ended["num_output_tokens"]) == ("stop", 1)
     assert (ignored["finish_reason"], ignored["num_output_tokens"]) == ("length", 5)
+
+
+def test_drafts_are_shown_with_marks_or_colors(engine_dir, invoke) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY, "--draft-length", 3]
+    text, marked = invoke(*words).stdout, invoke(*words, "--show-drafts").stdout
+    assert "[-" in marked
+    assert re.sub(r"\{\+(.*?)\+\}", r"\1", re.sub(r"\[-.*?-\]", "", marked), flags=re.DOTALL) == text
+    several = invoke(*words, "--prompt", "x", "--show-drafts").stdout
+    assert several.startswith(f"[1] {marked}[2] ")
+    for option in (["--json"], ["--stream"], ["--input-file", "x"], ["--output-file", "x"], ["--no-drafter"]):
+        refused = invoke(*words[:-2], "--show-drafts", *option)
+        assert (refused.exit_code, "--show-drafts" in refused.stderr) == (2, True)

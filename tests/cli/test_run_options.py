@@ -32,6 +32,7 @@ OPTIONS = RunOptions(
     system=None,
     chat_template_options=(),
     stream=None,
+    show_drafts=False,
     as_json=False,
     sampling=SamplingParams(),
     runtime=RuntimeConfig(),
@@ -45,7 +46,7 @@ def test_one_sample_of_one_prompt_streams_to_a_terminal(monkeypatch: pytest.Monk
     assert OPTIONS.streams(1) == is_terminal
     assert not OPTIONS.streams(2)
     assert not replace(OPTIONS, sampling=OF_TWO).streams(1)
-    for other in ({"as_json": True}, {"output_file": Path("out")}, {"input_file": Path("in")}):
+    for other in ({"as_json": True}, {"output_file": Path("out")}, {"input_file": Path("in")}, {"show_drafts": True}):
         assert not replace(OPTIONS, **other).streams(1)
 
 
@@ -93,7 +94,7 @@ def test_a_piped_prompt_loses_the_last_end_of_line_and_nothing_else(monkeypatch,
 
 def test_a_run_goes_on_with_what_texts_do_not_depend_on() -> None:
     same = {"engine_dir": Path("e"), "prompts": (), "input_file": Path("i"), "output_file": Path("o"), "resume": True}
-    same |= {"overwrite": True, "stream": False, "as_json": True}
+    same |= {"overwrite": True, "stream": False, "show_drafts": True, "as_json": True}
     other: dict[str, Any] = {"chat": True, "system": "s", "chat_template_options": ("a=1",), "trace_file": Path("t")}
     other["sampling"] = SamplingParams(temperature=0.5)
     assert {*same, *other, "runtime"} == {field.name for field in fields(OPTIONS)}

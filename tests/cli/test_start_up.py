@@ -30,7 +30,7 @@ UNUSED = {
 RUNNING = """
 import json, sys
 from dflash_trt import LLM, SamplingParams
-with LLM(sys.argv[1], num_threads=1, num_draft_tokens=3) as llm:
+with LLM(sys.argv[1], num_threads=1, draft_length=3) as llm:
     assert llm.generate(["Hello"], SamplingParams(max_new_tokens=2))[0].text
     print(json.dumps(sorted({part for name in sys.modules for part in name.split(".")[:2]})))
 """

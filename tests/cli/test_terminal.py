@@ -207,7 +207,7 @@ def test_a_conversation_without_a_chat_template_is_refused_before_the_load(engin
     assert "reading weights" not in terminal.seen
 
 
-@pytest.mark.parametrize("option", ["--json", "--output-file=x", "--trace-file=x", "--no-stream"])
+@pytest.mark.parametrize("option", ["--json", "--output-file=x", "--trace-file=x", "--no-stream", "--show-drafts"])
 def test_a_conversation_has_no_files_of_results(engine_dir: Path, tmp_path: Path, option: str) -> None:
     with Terminal("run", engine_dir, "--chat", option) as terminal:
         assert terminal.ended() == 2

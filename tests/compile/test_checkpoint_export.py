@@ -119,7 +119,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_s
 REFUSED = [
     ({"dtype": "float32"}, "dtype: expected bfloat16 or float16"),
     ({"page_size": 24}, "page_size: expected a power of two, found 24"),
-    ({"plugins": "layers"}, "plugins: expected nothing with backend tensorrt_llm"),
+    ({"plugin_library": "p.so"}, "plugin_library: expected nothing with backend tensorrt_llm"),
     ({"max_num_tokens": 64}, "max_num_tokens: expected at least max_seq_len 128"),
     ({"max_draft_len": 0}, "max_draft_len: expected 1 or more with a drafter"),
     ({"quantization": {"target": "int4"}}, "linear layers: expected fp8, fp8_block, mxfp4, nvfp4"),

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
-_COPIED = ("dflash_trt/", "plugins/", "tests/", "pyproject.toml")
+_COPIED = ("dflash_trt/", "plugins/", "software_gpu/", "tests/", "pyproject.toml")
 _BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -45,8 +45,14 @@ def apply(recipe: Recipe, directory: Path) -> None:
         if name.startswith(_COPIED) and (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, directory / name)
+    add(recipe, directory)
+
+
+def add(recipe: Recipe, directory: Path) -> None:
+    """To a tree, which may have other recipes."""
     for name, text in recipe.files.items():
         assert not (directory / name).exists(), f"{name} is there already"
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     if recipe.patch:
         command = ["git", "apply", "-C1", "-"]

@@ -1,25 +1,23 @@
 """The recipes that change the kernels, done in copies of the tree: their own tests run there, and the compiler."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.contributing.page import PAGE, ROOT, Recipe, apply, recipe
+from tests.contributing.copies import applied, python, run_tests
+from tests.contributing.page import PAGE, ROOT, Recipe, add, apply, recipe
 
 COMPILE = """
 import sys
 from plugins.aot.compile import compile_variant, prepare_compiler
-from plugins.aot.rules import rules_header
+from plugins.aot.programs import programs_source
 from plugins.aot.variants import LibrarySpec, library_variants
 prepare_compiler(sys.argv[1])
 variants = {variant.name: variant for variant in library_variants(LibrarySpec())}
 print([argument for argument, *_ in compile_variant(variants[sys.argv[2]], "90a").arguments])
-print(rules_header())
+print(programs_source())
 """
 
 
@@ -33,56 +31,36 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return applied(recipe("A GPU kernel"), tmp_path_factory.mktemp("kernel"))
 
 
-def applied(done: Recipe, directory: Path) -> Path:
-    apply(done, directory)
-    return directory
-
-
-def python(tree: Path, *words: str, interprets: bool = True) -> str:
-    """In a process whose packages are those of the copy."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_INTERPRET": "1"}
-    if not interprets:
-        del environment["TRITON_INTERPRET"]
-    command = [sys.executable, "-P", *words]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def run_tests(tree: Path, done: Recipe) -> str:
-    (path,) = [name for name in done.files if name.startswith("tests/")]
-    return python(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", path)
-
-
 def compiled(tree: Path, variant: str, cache: Path) -> tuple[list[str], str]:
     """Arguments of a variant that the library lists, as compiled for one architecture; and `launch_rules.h`."""
     arguments, header = python(tree, "-c", COMPILE, str(cache), variant, interprets=False).split("\n", 1)
     return ast.literal_eval(arguments), header
 
 
-def test_a_sampling_parameter_is_four_files_of_the_package_and_a_test() -> None:
+def test_a_sampling_parameter_is_three_files_of_the_package_and_a_test() -> None:
     done = recipe("A sampling parameter")
     assert sorted(done.changed_files) == [
-        "dflash_trt/backends/tensorrt/lowering_sampling.py",
         "dflash_trt/backends/torch/sampling.py",
         "dflash_trt/core/sampling.py",
         "dflash_trt/kernels/sampling.py",
     ]
-    assert list(done.files) == ["tests/trt/test_epsilon_cutoff.py"]
+    assert list(done.files) == ["tests/kernels/test_epsilon_cutoff.py"]
 
 
 def test_every_sampler_honours_the_new_parameter(sampling: Path) -> None:
-    assert re.search("3 passed|2 passed, 1 skipped", run_tests(sampling, recipe("A sampling parameter")))
+    assert "2 passed" in run_tests(sampling, recipe("A sampling parameter"))
 
 
 def test_the_new_parameter_is_an_option_of_run(sampling: Path) -> None:
-    assert "--epsilon-cutoff FLOAT" in python(sampling, "-m", "dflash_trt.cli.main", "run", "--help")
+    assert "--epsilon-cutoff FLOAT" in python(sampling, "-m", "dflash_trt.cli.main", "run", "--help-all")
 
 
 def test_the_plugin_operation_takes_the_new_parameter(sampling: Path, tmp_path: Path) -> None:
     arguments, header = compiled(sampling, "row_bounds_tiles64", tmp_path)
     assert arguments[:5] == ["temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"]
-    assert '{"min_p", TensorType::kFloat32, 1}, {"epsilon_cutoff", TensorType::kFloat32, 1}' in header
+    assert re.search(
+        r'\{"min_p", TensorType::kFloat32, \w+, nullptr\}, \{"epsilon_cutoff", TensorType::kFloat32, ', header
+    )
 
 
 def test_a_kernel_is_two_files_of_the_package_one_of_the_library_a_row_and_a_test() -> None:
@@ -99,6 +77,22 @@ def test_the_new_kernel_computes_what_pytorch_does(kernel: Path) -> None:
 def test_the_new_kernel_is_in_the_library_and_compiles(kernel: Path, tmp_path: Path) -> None:
     arguments, _ = compiled(kernel, "scaled_add_bfloat16", tmp_path)
     assert arguments == ["x", "y", "out", "scale", "num_elements"]
+
+
+def test_an_operation_of_tensorrt_is_one_file_of_the_package_a_row_a_section_and_a_test() -> None:
+    done = recipe("An operation of TensorRT engines")
+    assert done.changed_files == ["dflash_trt/kernels/programs/__init__.py", "plugins/README.md"]
+    assert list(done.files) == ["dflash_trt/kernels/programs/scaled_add.py", "tests/plugins/test_scaled_add_node.py"]
+
+
+def test_the_new_operation_runs_in_the_library_and_is_documented(kernel: Path) -> None:
+    done = recipe("An operation of TensorRT engines")
+    add(done, kernel)
+    assert "1 passed" in run_tests(kernel, done)
+    readme = "test_the_readme_lists_every_field_and_tensor_with_its_type_and_shape[ScaledAdd]"
+    assert "1 passed" in python(
+        kernel, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/trt/test_plugins.py::{readme}"
+    )
 
 
 def test_a_patch_that_does_not_fit_the_tree_is_noticed(tmp_path: Path) -> None:

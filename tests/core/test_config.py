@@ -39,9 +39,9 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "tp_size": 1,
         "ep_size": 1,
         "quantization": None,
-        "plugins": "plugin",
         "plugin_library": None,
         "collectives": "native",
+        "compile_for": (),
     }
     assert config.mapping == Mapping()
     assert BuildConfig(target="t", tp_size=4, ep_size=2).mapping == Mapping(world_size=4, tp_size=4, ep_size=2)
@@ -66,11 +66,7 @@ def test_a_size_may_reach_its_bounds_and_no_further(name: str, bounds: tuple[int
         ({"chat_template_options": {"messages": 1}}, "found messages, decided by the engine"),
         ({"draft_window": 9, "backend": "tensorrt_llm"}, "draft_window needs backend torch or tensorrt"),
         ({"dtype": "float16"}, "dtype float16 needs backend tensorrt or tensorrt_llm"),
-        ({"collectives": "plugin"}, "collectives plugin needs backend tensorrt and plugins plugin"),
-        (
-            {"collectives": "plugin", "backend": "tensorrt", "plugins": "layers"},
-            "collectives plugin needs backend tensorrt and plugins plugin",
-        ),
+        ({"collectives": "plugin"}, "collectives plugin needs backend tensorrt"),
         ({"tp_size": 4, "ep_size": 3}, "ep_size 3 does not divide tp_size 4"),
         ({"max_num_tokens": 7, "max_batch_size": 8}, "max_num_tokens 7 is less than max_batch_size 8"),
         ({"max_batchsize": 7}, "key 'max_batchsize' is unknown. Did you mean 'max_batch_size'?"),

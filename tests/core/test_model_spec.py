@@ -79,6 +79,7 @@ def test_a_size_is_a_positive_int32(name: str, value: int) -> None:
         ({"moe": MOE | {"activation": "clamped_swiglu"}}, "moe"),
         ({"moe": MOE | {"activation": "clamped_swiglu", "limit": -7.0, "alpha": 1.7}}, "moe.limit"),
         ({"moe": MOE | {"activation": "clamped_swiglu", "limit": 7.0}}, "moe"),
+        ({"moe": MOE | {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.7, "shared_size": 8}}, "moe"),
         ({"moe": MOE | {"num_groups": 3}}, "moe"),
         ({"moe": MOE | {"num_groups": 8, "num_chosen_groups": 8}}, "moe"),
         ({"moe": MOE | {"num_groups": 2, "num_chosen_groups": 3}}, "moe"),
@@ -190,7 +191,7 @@ def test_what_models_have_is_accepted() -> None:
 
 def test_drafts_are_drawn_from_as_many_tokens_as_there_are_or_as_the_selector_chooses() -> None:
     counts = [DRAFT, DRAFT | {"draft_vocab_size": 7}, DRAFT | {"target_vocab_size": 9}, DFLASH2]
-    assert [_built(DraftSpec, fields).num_choices for fields in counts] == [32, 7, 9, 16]
+    assert [_built(DraftSpec, fields).draft_topk for fields in counts] == [32, 7, 9, 16]
     specs = [_built(DraftSpec, fields) for fields in (DRAFT, EAGLE3)]
     assert [(spec.max_draft_len, spec.num_passes(2)) for spec in specs] == [(3, 1), (3, 2)]
 

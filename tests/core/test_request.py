@@ -127,6 +127,7 @@ def test_the_defaults_of_a_request_change_nothing() -> None:
         "sample_index": 0,
         "shares_prompt_of": None,
         "constraint": None,
+        "reports_drafts": False,
     }
     assert request(queue_timeout_s=0).queue_timeout_s == 0 and request(queue_timeout_s=math.inf, priority=-5)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.frozen import MAX_INT32
 from dflash_trt.core.runtime_config import RuntimeConfig, option_of
@@ -20,53 +21,44 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
         ({"kv_cache_free_memory_fraction": -0.5}, "expected a number in (0, 1], found -0.5."),
         ({"kv_cache_free_memory_fraction": 1.5}, "expected a number in (0, 1], found 1.5."),
         ({"kv_cache_free_memory_fraction": float("nan")}, "expected a number in (0, 1], found nan."),
-        ({"num_draft_tokens": -1}, "num_draft_tokens: expected an integer of 0 or more, found -1."),
-        ({"num_draft_tokens": True}, "expected an integer of 0 or more, found True."),
+        ({"draft_length": -1}, "draft_length: expected K of 0 to 2147483647, or pairs REQUESTS:K such as 1:7,16:5, f"),
+        ({"draft_length": True}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"num_draft_tokens": 1}, "'num_draft_tokens' is not a setting of the engine. Use draft_length."),
         ({"num_threads": 2.0}, "num_threads: expected an integer of 1 or more, found 2.0."),
         ({"max_queue_len": 0}, "max_queue_len: expected an integer of 1 or more, found 0."),
         ({"seed": -1}, "seed: expected an integer of 0 or more, found -1."),
         ({"device": "gpu"}, "device: expected one of auto, cpu, cuda, found 'gpu'."),
         ({"use_drafter": None}, "use_drafter: expected True or False, found None."),
-        ({"num_draft_token": 1}, "'num_draft_token' is not a setting of the engine. Did you"),
-        ({"num_draft_token": 1}, "Did you mean 'num_draft_tokens'?"),
+        ({"num_thread": 1}, "'num_thread' is not a setting of the engine. Did you mean 'num_threads'?"),
         (
             {"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5},
             "kv_cache_bytes and kv_cache_free_memory_fraction are mutually exclusive",
         ),
-        (
-            {"use_drafter": False, "num_draft_tokens": 0},
-            "use_drafter=False and num_draft_tokens are mutually exclusive",
-        ),
+        ({"use_drafter": False, "draft_length": 0}, "use_drafter=False and draft_length are mutually exclusive"),
         (
             {"use_drafter": False, "adaptive_draft_length": True},
             "use_drafter=False and adaptive_draft_length are mutually exclusive",
         ),
-        ({"draft_length": {2: 3}}, "draft_length: expected batch sizes from 1 on with their drafts, such as 1:7,"),
-        ({"draft_length": {}}, "draft_length: expected batch sizes from 1 on"),
-        ({"draft_length": {0: 3, 1: 2}}, "draft_length: expected batch sizes from 1 on"),
-        ({"draft_length": {1: -1}}, "draft_length: expected pairs SIZE:LENGTH of integers of 0 or more, such as"),
-        ({"draft_length": {1: 2.0}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
-        ({"draft_length": {1: True}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
-        ({"draft_length": {1: 1 << 31}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
-        ({"draft_length": 7}, "draft_length: expected pairs SIZE:LENGTH of integers"),
-        ({"draft_length": "1:7,x"}, "draft_length: expected pairs SIZE:LENGTH of integers"),
-        ({"draft_length": "1:7,1:5"}, "draft_length: expected each size once, found '1:7,1:5'."),
-        ({"draft_length_by_context": {}}, "draft_length_by_context: expected context lengths of 1 or more"),
-        ({"draft_length_by_context": {0: 3}}, "draft_length_by_context: expected context lengths of 1 or more"),
-        ({"draft_length": {1: 3}, "num_draft_tokens": 3}, "num_draft_tokens and draft_length are mutually exclusive"),
+        ({"draft_length": {2: 3}}, "draft_length: expected numbers of requests from 1 on with their K, such as 1:7,"),
+        ({"draft_length": {}}, "draft_length: expected numbers of requests from 1 on"),
+        ({"draft_length": {0: 3, 1: 2}}, "draft_length: expected numbers of requests from 1 on"),
         (
-            {"draft_length": {1: 3}, "adaptive_draft_length": True},
-            "adaptive_draft_length and draft_length are mutually exclusive",
+            {"draft_length": {1: -1}},
+            "draft_length: expected K of 0 to 2147483647, or pairs REQUESTS:K such as 1:7,16:5",
         ),
+        ({"draft_length": {1: 2.0}}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": {1: True}}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": {1: 1 << 31}}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": 7.0}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": "x"}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": "1:7:5"}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": "1:7,x"}, "draft_length: expected K of 0 to 2147483647, or pairs"),
+        ({"draft_length": "1:7,1:5"}, "draft_length: expected each number of requests once, found '1:7,1:5'."),
         (
-            {"draft_length_by_context": {9: 1}, "adaptive_draft_length": True},
-            "adaptive_draft_length and draft_length_by_context are mutually exclusive",
+            {"draft_length": {1: 3, 4: 2}, "adaptive_draft_length": True},
+            "draft_length: expected one K with adaptive_draft_length, its maximum, found 1:3,4:2.",
         ),
         ({"draft_length": {1: 3}, "use_drafter": False}, "use_drafter=False and draft_length are mutually exclusive"),
-        (
-            {"draft_length_by_context": {9: 1}, "use_drafter": False},
-            "use_drafter=False and draft_length_by_context are mutually exclusive",
-        ),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_was_expected(fields, said) -> None:
@@ -83,13 +75,12 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "enable_prefix_caching": True,
         "deterministic": False,
     }
-    assert [RuntimeConfig(num_draft_tokens=k).max_draft_tokens for k in (None, 0, 5)] == [0, 0, 5]
+    assert [RuntimeConfig(draft_length=k).max_draft_tokens for k in (None, 0, 5)] == [0, 0, 5]
 
 
 @pytest.mark.parametrize(
     ("name", "lowest", "highest"),
     [
-        ("num_draft_tokens", 0, MAX_INT32),
         ("draft_window", 1, MAX_INT32),
         ("num_state_snapshots", 0, MAX_INT32),
         ("num_threads", 1, MAX_INT32),
@@ -113,19 +104,14 @@ CHANGES = {
     "enable_prefix_caching": False,
     "num_state_snapshots": 2,
     "use_drafter": False,
-    "num_draft_tokens": 2,
     "adaptive_draft_length": True,
     "draft_length": {1: 3},
-    "draft_length_by_context": {9: 1},
     "draft_window": 9,
 }
 EXCLUSIVE = {
     ("kv_cache_bytes", "kv_cache_free_memory_fraction"),
     ("enable_prefix_caching", "num_state_snapshots"),
     *(("use_drafter", name) for name in [*CHANGES][5:]),
-    ("num_draft_tokens", "draft_length"),
-    ("adaptive_draft_length", "draft_length"),
-    ("adaptive_draft_length", "draft_length_by_context"),
 }
 
 
@@ -141,7 +127,7 @@ def test_settings_exclude_those_that_contradict_them_and_no_others(first: str, s
 
 
 def test_a_config_without_its_drafter_keeps_what_does_not_need_one() -> None:
-    config = RuntimeConfig(num_threads=3, kv_cache_bytes=5, num_draft_tokens=2, draft_window=9, max_queue_len=4)
+    config = RuntimeConfig(num_threads=3, kv_cache_bytes=5, draft_length=2, draft_window=9, max_queue_len=4)
     expected = RuntimeConfig(num_threads=3, kv_cache_bytes=5, use_drafter=False, max_queue_len=4)
     assert config.without_drafter() == expected
     assert config.replaced() is config and config.replaced(seed=1).seed == 1
@@ -162,9 +148,9 @@ def test_a_path_and_a_size_are_read_from_text(tmp_path: Path, monkeypatch: pytes
 
 def test_all_wrong_settings_are_in_one_error() -> None:
     with pytest.raises(ConfigError, match="4 problems") as error:
-        RuntimeConfig(num_threads=0, sead=1, use_drafter=False, num_draft_tokens=-2)
+        RuntimeConfig(num_threads=0, sead=1, use_drafter=False, draft_length=-2)
     assert [line.split()[1] for line in str(error.value).splitlines()[1:]] == [
-        "num_draft_tokens:",
+        "draft_length:",
         "num_threads:",
         "'sead'",
         "use_drafter=False",
@@ -172,22 +158,22 @@ def test_all_wrong_settings_are_in_one_error() -> None:
 
 
 def test_a_user_of_a_command_reads_the_flags_that_were_typed() -> None:
-    fields = {"num_threads": 0, "use_drafter": False, "num_draft_tokens": 2}
-    flags = {"num_threads": "--num-threads", "use_drafter": "--no-drafter", "num_draft_tokens": "--num-draft-tokens"}
+    fields = {"num_threads": 0, "use_drafter": False, "draft_length": 2}
+    flags = {"num_threads": "--num-threads", "use_drafter": "--no-drafter", "draft_length": "--draft-length"}
     with pytest.raises(ConfigError) as error:
         RuntimeConfig.model_validate(fields, context=flags)
     assert str(error.value).splitlines() == [
         "options: 2 problems",
         "  - --num-threads: expected an integer of 1 or more, found 0.",
-        "  - --no-drafter and --num-draft-tokens are mutually exclusive.",
+        "  - --no-drafter and --draft-length are mutually exclusive.",
     ]
 
 
 def test_a_copy_is_checked_like_the_original() -> None:
     config = RuntimeConfig(use_drafter=False)
     with pytest.raises(ConfigError, match="mutually exclusive"):
-        config.replaced(num_draft_tokens=2)
-    assert config.replaced(use_drafter=True, num_draft_tokens=2) == RuntimeConfig(num_draft_tokens=2)
+        config.replaced(draft_length=2)
+    assert config.replaced(use_drafter=True, draft_length=2) == RuntimeConfig(draft_length=2)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -196,11 +182,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (config.kv_cache_free_memory_fraction, type(config.kv_cache_free_memory_fraction)) == (0.5, float)
 
 
+@pytest.mark.parametrize("written", [7, "7", np.int32(7), {1: 7}, {np.int64(1): np.int32(7)}, "1:7", {"1": "7"}])
+def test_one_draft_length_holds_for_every_batch_size(written) -> None:
+    config = RuntimeConfig(draft_length=written, adaptive_draft_length=True)
+    assert (config.draft_length, config.max_draft_tokens) == ({1: 7}, 7)
+    assert lengths_text(config.draft_length or {}) == "7"
+
+
 @pytest.mark.parametrize("written", ["16:5,1:7,64:3", {1: 7, 64: 3, 16: 5}, {"1": "7", "16": "5", "64": "3"}])
 def test_draft_lengths_are_read_from_texts_and_mappings_of_python_and_json(written) -> None:
-    config = RuntimeConfig(draft_length=written, draft_length_by_context={np.int64(9): np.int32(2)})
+    config = RuntimeConfig(draft_length=written)
     assert list((config.draft_length or {}).items()) == [(1, 7), (16, 5), (64, 3)]
-    assert (config.draft_length_by_context, config.max_draft_tokens) == ({9: 2}, 7)
+    assert config.max_draft_tokens == 7
     assert config.without_drafter() == RuntimeConfig(use_drafter=False)
 
 
@@ -218,7 +211,7 @@ def test_every_field_has_its_help() -> None:
     ("fields", "most"),
     [
         ({}, 0),
-        ({"num_draft_tokens": 5}, 5),
+        ({"draft_length": 5}, 5),
         ({"draft_length": {1: 3, 4: 7, 16: 2}}, 7),
         ({"draft_length": {1: 3, 4: 0}}, 3),
     ],

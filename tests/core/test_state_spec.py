@@ -14,7 +14,6 @@ from dflash_trt.core.state_spec import (
     SharedKv,
     page_group_of,
     paged,
-    window_of,
 )
 
 TWO = Mapping(world_size=2, tp_size=2)
@@ -78,4 +77,4 @@ def test_a_window_that_sequences_outgrow_has_pages_of_its_own(max_positions: int
     assert groups == [0, narrow, narrow, 0, 0, wide, 0]
     of_groups = [STATES.bytes_per_token_of(window, windows) for window in (None, *windows)]
     assert of_groups == [864 - sum((256, 128)[: len(windows)]), *(256, 128)[: len(windows)]]
-    assert [window_of(state) for state in STATES] == [None, 32, None, None, None, 512, None]
+    assert [state.window for state in STATES] == [None, 32, None, None, None, 512, None]

@@ -120,7 +120,7 @@ PAGES = [
     Page.read(name)
     for name in (
         "README.md",
-        *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+        *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
         "plugins/README.md",
     )
 ]

@@ -233,7 +233,7 @@ def wrong(arguments: str) -> Iterator[str]:
 
 
 def test_an_unknown_subcommand_and_an_unknown_option_are_noticed() -> None:
-    assert list(wrong(" bench speedup | serving | soak")) == []
+    assert list(wrong(" bench speedup | throughput | serve")) == []
     assert list(wrong(" run build/demo --prompt 'a --b' --no-drafter")) == []
     assert len(list(wrong(" bench speedup | hurry"))) == 1
     assert len(list(wrong(" run DIR --promt x --K 3 --quick=1"))) == 2

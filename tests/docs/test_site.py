@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -33,9 +34,9 @@ def text_of(page: Path) -> str:
 
 
 def test_every_page_is_in_the_navigation(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert {path.parent.name for path in site.glob("*/index.html")} == pages
-    listed = re.findall(r"(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")} - {"index"}
+    assert {str(path.parent.relative_to(site)) for path in site.rglob("index.html")} == pages | {"."}
+    listed = re.findall(r"([\w/]+)\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == sorted(pages | {"index"})
 
 
@@ -66,7 +67,9 @@ def test_the_reference_of_python_has_what_users_call(site: Path) -> None:
 
 def test_no_link_of_the_site_leaves_it_for_a_file_of_the_repository(site: Path) -> None:
     found = [
-        link for page in site.glob("*/index.html") for link in re.findall(r'href="([^"]*\.md[^"]*)"', page.read_text())
+        link
+        for page in site.rglob("index.html")
+        for link in re.findall(r'href="(?!https://)([^"]*\.md[^"]*)"', page.read_text())
     ]
     assert found == []
 
@@ -85,3 +88,13 @@ def test_the_containerfile_copies_what_is_there_and_installs_the_locked_pytorch(
     assert copied and all((ROOT / name).exists() for name in copied)
     (torch,) = re.findall(r"^TORCH=(\S+)$", (ROOT / "scripts" / "torch_build").read_text(), re.MULTILINE)
     assert any(f" {torch} " in f"{line} " for line in lines)
+
+
+def test_a_design_page_begins_with_a_figure_that_is_in_the_site(site: Path) -> None:
+    pages = sorted((ROOT / "docs" / "design").glob("*.md"))
+    assert len(pages) == 8
+    for page in pages:
+        _, figure = page.read_text().split("\n\n")[:2]
+        (name,) = re.findall(r"^!\[[^\]]+\]\(\.\./(figures/design/\w+\.svg)\)$", figure)
+        assert (site / name).is_file(), name
+        ElementTree.parse(site / name)

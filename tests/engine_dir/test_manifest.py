@@ -17,7 +17,6 @@ PLANS: dict[str, Any] = {
     "tensorrt_version": "11.0",
     "gpu_name": "a GPU",
     "compute_capability": "9.0",
-    "plugins": "plugin",
     "plugin_library": "libdflash_trt_plugins.so",
     "flags": [],
     "profiles": [],
@@ -48,13 +47,6 @@ def test_a_backend_has_its_own_record_and_no_other(fields, backend, plans, expor
         return
     with pytest.raises(ValueError, match=r"record for backend tensorrt.*, and for no other"):
         read(fields, **records)
-
-
-def test_the_plugin_library_is_that_of_plugins(fields) -> None:
-    for changed in ({"plugins": "layers"}, {"plugin_library": None}):
-        with pytest.raises(ValueError, match='a plugin_library for plugins "plugin", and for no others'):
-            read(fields, backend="tensorrt", tensorrt=PLANS | changed)
-    read(fields, backend="tensorrt", tensorrt=PLANS | {"plugins": "layers", "plugin_library": None})
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])
@@ -100,10 +92,8 @@ def test_files_that_an_engine_needs_are_those_of_its_backend_and_of_every_rank(f
     fields["pretrained_config"]["mapping"] = TWO_RANKS
     assert read(fields).required_files == ("rank0.safetensors", "rank1.safetensors")
     plans = ("rank0.engine", "rank1.engine")
-    with_plugins = read(fields, backend="tensorrt", tensorrt=PLANS)
-    assert with_plugins.required_files == (*plans, "libdflash_trt_plugins.so")
-    of_layers = PLANS | {"plugins": "layers", "plugin_library": None}
-    assert read(fields, backend="tensorrt", tensorrt=of_layers).required_files == plans
+    built = read(fields, backend="tensorrt", tensorrt=PLANS)
+    assert built.required_files == (*plans, "libdflash_trt_plugins.so")
     files = {"target/config.json", "drafter/config.json", "llm_args.yaml", "triton/model.yaml"}
     exported = {"backend": "tensorrt_llm", "tensorrt_llm": EXPORT}
     assert set(read(fields, **exported).required_files) == files

@@ -86,7 +86,7 @@ def answers(engine: Path, *, max_length: int, end_id: int, **kwargs: Any) -> lis
 
 
 def outputs(engine: Path, max_length: int, **fields: Any) -> list[GenerationOutput]:
-    with LLM(engine, num_draft_tokens=3) as llm:
+    with LLM(engine, draft_length=3) as llm:
         rows = [{"prompt_token_ids": prompt} for prompt in prompts(engine)]
         return llm.generate(rows, SamplingParams(max_new_tokens=max_length, **fields))
 

@@ -9,9 +9,9 @@ from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, St
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepPlan, TokenMasks
 from dflash_trt.executor.bisection import run_with_bisection
-from dflash_trt.executor.fake import FakeExecutor
 from tests.engines import make_executor
 from tests.factories import make_target, make_zlab_drafter
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits
 
 

@@ -50,8 +50,9 @@ def test_every_step_of_a_trace_equals_that_of_one_rank(checkpoints: tuple[Path, 
             torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
         local = two._local
         *layers, layer = local.network.target_weights.layers
-        experts = replace(layer.feed_forward, first_expert=layer.feed_forward.first_expert + 4 // ep_size)
-        layers.append(replace(layer, feed_forward=experts))
+        experts = layer.feed_forward.experts
+        experts = replace(experts, first_expert=experts.first_expert + 4 // ep_size)
+        layers.append(replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
         expected_logits = one.target_logits(PROMPTS[1])
         torch.testing.assert_close(two.target_logits(PROMPTS[1]), expected_logits, rtol=0, atol=1e-4)
         local.network = replace(

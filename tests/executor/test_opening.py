@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 
 from dflash_trt.backends.base import backend_of
+from dflash_trt.core.draft_lengths import usual_draft_lengths
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening, threads
-from dflash_trt.executor.opening import checked_draft_length, max_draft_len, open_executor, resolved_config
+from dflash_trt.executor.opening import max_draft_len, open_executor, resolved_config, with_one_draft_length
 from dflash_trt.executor.ranks import executor as ranks
 from tests.engine_dir.building import build
 from tests.factories import make_target, make_zlab_drafter
 
 K = 3
+
+
+USUAL = usual_draft_lengths(K, 64, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +54,55 @@ def test_what_is_left_open_is_decided_by_engine_and_machine(
     monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 16)
     config = resolved_config(pair, RuntimeConfig(device="cpu"))
     assert (config.device, config.overlap_scheduling, config.num_threads) == ("cpu", False, 8)
-    assert (config.num_draft_tokens, config.max_draft_tokens, config.enable_prefix_caching) == (K, K, True)
+    assert (config.draft_length, config.max_draft_tokens, config.enable_prefix_caching) == (USUAL, K, True)
     two = resolved_config(changed(pair, mapping=Mapping(world_size=2, tp_size=2)), RuntimeConfig(device="cpu"))
     assert two.num_threads == 4, "ranks divide the cores"
     alone = resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu"))
-    assert (alone.num_draft_tokens, max_draft_len(EngineDir.open(root / "alone"))) == (0, 0)
+    assert (alone.draft_length, max_draft_len(EngineDir.open(root / "alone"))) == ({1: 0}, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, USUAL),
+        ({"draft_length": 1}, {1: 1}),
+        ({"draft_length": {1: K, 4: 0}}, {1: K, 4: 0}),
+        ({"draft_length": 0}, {1: 0}),
+        ({"adaptive_draft_length": True}, {1: K}),
+        ({"draft_length": 1, "adaptive_draft_length": True}, {1: 1}),
+        ({"use_drafter": False}, None),
+    ],
+    ids=str,
+)
+def test_k_falls_with_the_number_of_requests_unless_one_is_named(
+    pair: EngineDir, root: Path, settings: Any, lengths: Any
+) -> None:
+    config = resolved_config(pair, RuntimeConfig(device="cpu", **settings))
+    assert config.draft_length == lengths
+    assert config.adaptive_draft_length == settings.get("adaptive_draft_length", False)
+    assert resolved_config(pair, config) == config, "an executor is opened with what was resolved"
+    assert resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu")).draft_length == {1: 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({}, {1: K}),
+        ({"draft_length": 1}, {1: 1}),
+        ({"adaptive_draft_length": True}, None),
+        ({"use_drafter": False}, None),
+    ],
+    ids=str,
+)
+def test_acceptance_is_compared_at_one_k(pair: EngineDir, root: Path, settings: Any, lengths: Any) -> None:
+    assert with_one_draft_length(RuntimeConfig(**settings), pair).draft_length == lengths
+    alone = EngineDir.open(root / "alone")
+    assert resolved_config(alone, with_one_draft_length(RuntimeConfig(device="cpu"), alone)).max_draft_tokens == 0
 
 
 def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
     given = {"device": "cpu", "overlap_scheduling": True, "num_threads": 3, "enable_prefix_caching": False, "seed": 5}
-    for drafting in ({"num_draft_tokens": 2}, {"use_drafter": False}, {"draft_length": {1: 3, 8: 0}}):
+    for drafting in ({"draft_length": 2}, {"use_drafter": False}, {"draft_length": {1: 3, 8: 0}}):
         config = RuntimeConfig(**given, **drafting)
         assert resolved_config(pair, config) == config
     recurrent = EngineDir.open(root / "recurrent")
@@ -74,20 +117,15 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
         *(
             ("alone", fields, "an engine with a drafter, found one without")
             for fields in (
-                {"num_draft_tokens": 1},
+                {"draft_length": 1},
                 {"adaptive_draft_length": True},
                 {"draft_length": {1: 1}},
-                {"draft_length_by_context": {9: 1}},
                 {"draft_window": 9},
             )
         ),
         *(
             ("pair", fields, f"0 to {K}, this engine's max_draft_len, found {K + 1}")
-            for fields in (
-                {"num_draft_tokens": K + 1},
-                {"draft_length": {1: 1, 2: K + 1}},
-                {"draft_length_by_context": {9: K + 1}},
-            )
+            for fields in ({"draft_length": K + 1}, {"draft_length": {1: 1, 2: K + 1}})
         ),
         ("pair", {"num_state_snapshots": 1}, "a target with recurrent layers, found one whose layers all attend"),
         ("pair", {"plugin_library": "p.so"}, "an engine with TensorRT plugins, found one of backend torch"),
@@ -111,14 +149,13 @@ def test_a_setting_that_the_engine_cannot_have_is_refused_by_its_name(
 
 
 def test_settings_at_their_limits_are_taken(pair: EngineDir, root: Path) -> None:
-    for fields in ({"num_draft_tokens": K}, {"num_draft_tokens": 0}, {"draft_length": {1: K}}, {"draft_window": 1}):
+    for fields in ({"draft_length": K}, {"draft_length": 0}, {"draft_length": {1: K}}, {"draft_window": 1}):
         resolved_config(pair, RuntimeConfig(device="cpu", **fields))
-    resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu", num_draft_tokens=0))
+    resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu", draft_length=0))
     resolved_config(pair, RuntimeConfig(device="cpu", num_state_snapshots=0))
     compiled = changed(EngineDir.open(root / "recurrent"), backend="tensorrt")
     config = resolved_config(compiled, RuntimeConfig())
     assert (config.device, config.overlap_scheduling, config.enable_prefix_caching) == ("cuda", True, False)
-    assert [checked_draft_length(given, 5) for given in (None, 0, 5)] == [5, 0, 5]
 
 
 @pytest.mark.parametrize(

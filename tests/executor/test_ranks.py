@@ -140,7 +140,7 @@ def drawn_apart(executor: Any) -> list[tuple[tuple[int, ...], list[int]]]:
     return [(output.token_ids, [step.num_accepted for step in output.steps]) for output in outputs]
 
 
-def test_drafts_that_are_drawn_apart_are_tested_alike_on_every_rank(pair: Pair) -> None:
+def test_rejection_sampling_is_alike_on_every_rank(pair: Pair) -> None:
     expected = drawn_apart(pair.one)
     assert drawn_apart(pair.two) == expected
     assert any(any(accepted) for _, accepted in expected)

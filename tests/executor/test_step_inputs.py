@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.backends.padding import decode_shape, exact_shape, full_block_shape
+from dflash_trt.backends.padding import decode_shape, exact_shape, verify_block_shape
 from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.staging import InputStaging, ResultStaging
@@ -22,7 +22,6 @@ from dflash_trt.core.batch import (
     request_results,
     result_of,
 )
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits
 from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -160,7 +159,7 @@ def same(found, expected) -> bool:
 
 
 ROOMY = ExecutorLimits(
-    max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200, num_choices=3
+    max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200, draft_topk=3
 )
 
 
@@ -170,7 +169,7 @@ ROOMY = ExecutorLimits(
     [one_row(12), one_row(4), StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0)]
 )
 def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequence: list[StepBatch]) -> None:
-    inputs, slots = HostInputs(ROOMY), DeviceSlots(ROOMY, scratch_page=7)
+    inputs, slots = HostInputs(ROOMY), DeviceSlots(ROOMY)
     for batch in sequence:
         plan = plan_of(batch)
         expected = reference_inputs(batch)
@@ -215,77 +214,39 @@ def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatc
     assert same(found, reference_inputs(written_out))
     if k:
         stored, is_drawn = _proposal(len(rows), k), torch.tensor(is_chained)[:, None]
-        assert torch.equal(found.choices, stored.choices)
-        assert torch.equal(found.chances, stored.chances * is_drawn)  # the host's drafts were not drawn
+        assert torch.equal(found.draft_topk_ids, stored.draft_topk_ids)
+        assert torch.equal(
+            found.draft_topk_probs, stored.draft_topk_probs * is_drawn
+        )  # the host's drafts were not drawn
 
 
 def _proposal(num_requests: int, k: int) -> Proposal[torch.Tensor]:
-    """Drafts 501, 502, ..., and choices that differ from request to request."""
+    """Drafts 501, 502, ..., and candidates that differ from request to request."""
     numbers = torch.arange(num_requests * k * 3).view(num_requests, -1)
     tokens = (501 + torch.arange(k, dtype=torch.int32)).repeat(num_requests, 1)
-    return Proposal(tokens=tokens, choices=numbers.int(), chances=1 / (1 + numbers))
+    return Proposal(tokens=tokens, draft_topk_ids=numbers.int(), draft_topk_probs=1 / (1 + numbers))
 
 
-def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
-    """TensorRT's plain layers: every request of a padded step has as many rows as the others."""
-    limits = replace(LIMITS, max_batch_size=4, max_num_tokens=16)
-    blocks = tuple(replace(VERIFY, token_ids=(1, 2, 3, 4), num_candidates=3, page_ids=(4, 5, 6)) for _ in range(3))
-    plan = plan_of(StepBatch(requests=blocks, num_draft_tokens=3))
-    shape = full_block_shape(plan, limits)
-    staging = InputStaging(limits, torch.device("cpu"), scratch_page=9)
-    staging.stage(plan, shape)
-    staging.upload()
-    staging.assemble(shape)
-    block = ScheduledRequest(
-        request_id="padding",
-        token_ids=(0, 0, 0, 0),
-        context_len=0,
-        num_candidates=3,
-        page_ids=(9, 9, 9),
-        sampling=StepSampling(),
-    )
-    expected = reference_inputs(StepBatch(requests=(*blocks, block), num_draft_tokens=3))
-    assert same(staging.inputs(shape), expected)
-
-
-@pytest.mark.parametrize("scratch_page", [None, 9])
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=6))
-def test_rows_that_repeat_are_padded_to_whatever_size_is_next(
-    scratch_page: int | None, steps: list[tuple[int, int]]
-) -> None:
+def test_rows_that_repeat_are_padded_to_whatever_size_is_next(steps: list[tuple[int, int]]) -> None:
     """The rows are packed and sent once only while nothing of them changes."""
     limits = replace(LIMITS, max_batch_size=6, max_num_tokens=24)
     blocks = [replace(VERIFY, token_ids=(1, 2, 3, 4), num_candidates=3, page_ids=(4, 5, 6)) for _ in range(3)]
     plans = [plan_of(StepBatch(requests=tuple(blocks[:count]), num_draft_tokens=3)) for count in (3, 2)]
-    staging = InputStaging(limits, torch.device("cpu"), scratch_page=scratch_page)
+    staging = InputStaging(limits, torch.device("cpu"))
     for which, num_padding in steps:
         plan = plans[which]
         shape = decode_shape(plan.rows.num_requests + num_padding, 3)
-        fresh = InputStaging(limits, torch.device("cpu"), scratch_page=scratch_page)
+        fresh = InputStaging(limits, torch.device("cpu"))
         for each in (staging, fresh):
             each.stage(plan, shape)
             each.upload()
             each.assemble(shape)
         found, expected = staging.inputs(shape), fresh.inputs(shape)
-        real = slice(0, plan.rows.num_requests)  # pages of padding without a scratch page are those of any request
-        if scratch_page is None:
-            assert torch.equal(found.page_table[real], expected.page_table[real])
-            found = replace(found, page_table=expected.page_table)
-        assert same(found, expected)
-
-
-def test_padding_has_the_scratch_page_and_in_groups_with_windows_their_blank_page() -> None:
-    windows = (PageWindow(2, 5), PageWindow(4, 7))
-    limits = replace(LIMITS, max_batch_size=4, max_num_tokens=16, page_windows=windows)
-    plan = plan_of(StepBatch(requests=(VERIFY,), num_draft_tokens=2))
-    staging, shape = InputStaging(limits, torch.device("cpu"), scratch_page=9), decode_shape(3, 2)
-    staging.stage(plan, shape)
-    staging.upload()
-    staging.assemble(shape)
-    tables = staging.inputs(shape).page_table.view(limits.num_page_groups, 3, -1)
-    assert [set(table[1:].flatten().tolist()) for table in tables] == [{9}, {5}, {7}]
-    assert set(tables[1, 0].tolist()) == {5}  # a request's own entries before its window, too
+        real = slice(0, plan.rows.num_requests)  # pages of padding are those of any request
+        assert torch.equal(found.page_table[real], expected.page_table[real])
+        assert same(replace(found, page_table=expected.page_table), expected)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -297,14 +258,16 @@ def test_a_step_that_was_asked_for_no_drafts_gives_none(num_drafts: int) -> None
     assert result.emitted_tokens.shape == (1, shape.width)
 
 
-def test_a_batch_of_full_blocks_is_padded_unless_it_would_pass_the_token_limit() -> None:
+def test_a_batch_of_blocks_is_padded_as_far_as_the_token_limit_allows() -> None:
     blocks = (replace(VERIFY, num_candidates=2),) * 3
     limits = replace(LIMITS, max_batch_size=8, max_num_tokens=12)
     plan = plan_of(StepBatch(requests=blocks, num_draft_tokens=2))
-    assert full_block_shape(plan, limits) == decode_shape(4, 2)
-    assert full_block_shape(plan, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
+    assert verify_block_shape(plan, limits) == decode_shape(4, 2)
+    assert verify_block_shape(plan, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
     wider = replace(plan, rows=replace(plan.rows, num_draft_tokens=3))
-    assert full_block_shape(wider, limits) == exact_shape(wider)
+    assert verify_block_shape(wider, limits) == decode_shape(3, 3)  # whose blocks are not full
+    few_tokens = replace(limits, max_num_tokens=11)
+    assert verify_block_shape(wider, few_tokens) == exact_shape(wider)
 
 
 def test_every_step_input_comes_from_the_plan_or_is_assembled() -> None:

@@ -8,15 +8,15 @@ import pytest
 
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepSkippedError
 from dflash_trt.executor import threads
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.executor.stream import StepStream
 from dflash_trt.executor.threads import keep_waits_short, run_in_thread
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_driver, make_limits, make_request
 
 
 def test_a_function_in_a_thread_gives_its_result_or_its_error() -> None:
-    assert run_in_thread(threading.get_ident) != threading.get_ident()
-    assert not any(thread.name == "dflash-opening" for thread in threading.enumerate())
+    thread = run_in_thread(threading.current_thread)
+    assert thread is not threading.current_thread() and not thread.is_alive(), "its team of threads ends with it"
 
     def failing() -> None:
         raise KeyboardInterrupt("in it")

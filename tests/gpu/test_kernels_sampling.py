@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
-from dflash_trt.backends.torch.rejection import draw_apart
+from dflash_trt.backends.torch.rejection import sample_topk
 from dflash_trt.kernels import norm_launch
 from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
 from tests.kernels import reference_norm, reference_sampling
-from tests.kernels.drawn_drafts import with_drawn_drafts
+from tests.kernels.rejection_drafts import with_rejection_sampling
 from tests.kernels.test_argmax_kernels import shared_drafts
 from tests.kernels.test_sampling_kernels import (
     MIXED,
@@ -113,17 +113,17 @@ def test_drafts_have_the_noise_of_the_target_s_tokens(has_map):
     assert (found[1:] != other.cpu()[1:]).float().mean() > 0.3  # the negative control
 
 
-def drawn_step(num_requests, vocab_size, *, num_choices=32, width=8):
+def drawn_step(num_requests, vocab_size, *, draft_topk=32, width=8):
     filters = ((0, 1.0), (50, 1.0), (0, 0.9), (200, 0.95))
     samplings = [(0.7 + 0.01 * i, *filters[i % 4], 0.0, 1000 + i) for i in range(num_requests)]
     inputs = make_inputs(samplings, width=width)
     inputs = replace(inputs, token_ids=inputs.token_ids % vocab_size)
     logits = make_logits(num_requests * width, vocab_size, dtype=torch.bfloat16)
-    return with_drawn_drafts(inputs, logits, num_choices=num_choices), logits
+    return with_rejection_sampling(inputs, logits, draft_topk=draft_topk), logits
 
 
 @pytest.mark.parametrize("vocab_size", [32000, 151936])
-def test_drafts_drawn_apart_are_tested_as_defined(vocab_size):
+def test_rejection_sampling_follows_its_definition(vocab_size):
     inputs, logits = drawn_step(32, vocab_size)
     outputs, workspace = run_kernels_in_workspace(logits, inputs)
     expected = torch_sampling.sample_and_accept(logits, network_inputs(inputs))
@@ -138,22 +138,22 @@ def test_drafts_drawn_apart_are_tested_as_defined(vocab_size):
 
 @pytest.mark.parametrize("has_map", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_drafts_and_chances_apart_are_those_of_pytorch(has_map, dtype):
+def test_drafts_and_their_candidates_are_those_of_pytorch(has_map, dtype):
     targets = torch.arange(0, 2 * 32000, 2, device=DEVICE) if has_map else None
     logits = make_logits(56, 32000, dtype=torch.bfloat16).to(DEVICE, dtype)
     temperature, seed = torch.linspace(0.5, 1.2, 8, device=DEVICE), torch.arange(8, device=DEVICE) + 2**40
     columns = (temperature, seed, torch.ones_like(seed).int(), (9 * torch.arange(8, device=DEVICE)).int(), targets)
-    tokens, choices, chances = (x.cpu() for x in draft_tokens(logits, *columns, num_choices=32))
-    expected, *drawn_from = draw_apart(
+    tokens, draft_topk_ids, draft_topk_probs = (x.cpu() for x in draft_tokens(logits, *columns, draft_topk=32))
+    expected, *drawn_from = sample_topk(
         logits=logits.cpu().float(),
         seed=seed.cpu().repeat_interleave(7),
         position=(9 * torch.arange(8)).repeat_interleave(7) + torch.arange(1, 8).repeat(8),
         temperature=temperature.cpu().repeat_interleave(7),
         draft_to_target=None if targets is None else targets.cpu(),
-        num_choices=32,
+        draft_topk=32,
     )
-    assert choices.view(56, 32).tolist() == drawn_from[0].tolist()
-    torch.testing.assert_close(chances.view(56, 32), drawn_from[1], rtol=1e-4, atol=1e-6)
+    assert draft_topk_ids.view(56, 32).tolist() == drawn_from[0].tolist()
+    torch.testing.assert_close(draft_topk_probs.view(56, 32), drawn_from[1], rtol=1e-4, atol=1e-6)
     assert (tokens.flatten() != expected).float().mean() <= 1 / 56  # where two scores are nearly equal
 
 

@@ -14,7 +14,7 @@ from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import kept_state
 from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, SAMPLING_NODES, STATE, NodeInputs, StepCase
-from tests.trt.test_plugins import PluginReference
+from tests.trt.plugin_reference import PluginReference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ class Call:
             given["state_pools"][STATE] = pages[0].data_ptr()
         reference = PluginReference()
         named = type("Node", (), {"name": self.node, "fields": self.fields})
-        outputs = reference(named, [given[name] for name in reference.contracts[self.node].inputs])
+        outputs = reference(named, [given[name] for name in reference.programs[self.node].input_names])
         return [*([] if self.node == "WriteDraftContext" else outputs), *pages]  # its output has no value
 
 

@@ -18,7 +18,7 @@ INT32 = (
     "context_lens",
 )
 TYPES = {name: pointer(torch.int32) for name in (*INT32, "page_table", "lengths")}
-TYPES |= {name: pointer(torch.float32) for name in ("candidate_logits", "temperature", "chances")}
+TYPES |= {name: pointer(torch.float32) for name in ("candidate_logits", "temperature", "draft_topk_probs")}
 TYPES |= {name: pointer(torch.int64) for name in ("tile_rankings", "seed")}
 SIZES = ("num_slots", "vocab_size", "num_rankings", "rank", "width", "num_requests", "pages_per_request", "page_shift")
 TYPES |= dict.fromkeys((*SIZES, "filter_stride", "hidden_size"), "i32")

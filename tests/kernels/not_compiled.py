@@ -30,7 +30,7 @@ NOT_COMPILED: Final[dict[str, str]] = {
     "test_attention_plans.py::test_without_a_fixed_length_they_do": _EXACT,
     "test_argmax_kernels.py::test_greedy_rows_do_not_make_noise": _REPLACES,
     "test_dflash2_kernels.py::test_greedy_requests_do_not_make_noise": _REPLACES,
-    "test_rejection_kernels.py::test_steps_without_such_drafts_read_no_choice": _REPLACES,
+    "test_rejection_kernels.py::test_steps_without_such_drafts_read_no_candidate": _REPLACES,
 }
 if KERNELS_ON == "gpu":
     NOT_COMPILED["test_latent_variants.py::test_the_variants_are_what_is_launched*"] = _ONE_CORE

@@ -12,12 +12,12 @@ from dflash_trt.kernels.experts_launch import (
     gate_up_constants,
     product_warps,
 )
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_linear_launch import NUM_STAGES as LINEAR_STAGES
 from dflash_trt.kernels.packed_linear_launch import NUM_WARPS as LINEAR_WARPS
 from dflash_trt.kernels.packed_linear_launch import packed_linear_constants, tile_tokens
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import routing_kernel
 from dflash_trt.kernels.routing_launch import Router, routing_constants, routing_warps
 from plugins.aot.variant import KernelVariant, pointer

@@ -8,8 +8,8 @@ from torch import Tensor
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.formats.mxfp4 import Mxfp4
 from dflash_trt.formats.nvfp4 import Nvfp4WeightOnly
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 
 FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4}
 

@@ -1,7 +1,4 @@
-"""One rank of two that runs the GPU's ops under Triton's interpreter. As a program, rank 1: ENGINE STORE [MEMORY].
-
-MEMORY is a file that the ranks share, through which their sums go.
-"""
+"""One rank of two that runs the GPU's ops on a CPU. As a program, rank 1: ENGINE STORE."""
 
 import sys
 from contextlib import nullcontext
@@ -19,14 +16,13 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.engine_dir import EngineDir
 from tests.executor.rank_engines import KV_CACHE_BYTES, skipping
-from tests.kernels.peers_on_cpu import map_peers
 from tests.kernels_on import set_up_kernels
 from tests.traces import GREEDY, PROMPTS, Steps, trace
 
 REQUESTS: dict[str, Any] = {"samplings": GREEDY[:1], "num_draft_tokens": (3,), "num_new": 2, "chunk": 7}
 
 
-def run_rank(rank: int, engine: Path, store: Path, memory: Path | None = None) -> tuple[Steps, torch.Tensor]:
+def run_rank(rank: int, engine: Path, store: Path) -> tuple[Steps, torch.Tensor]:
     """A trace, and of a hybrid a prefix hit; then the logits of a prompt when rank 0 ignores what came of the first
     exchange.
     """
@@ -36,9 +32,6 @@ def run_rank(rank: int, engine: Path, store: Path, memory: Path | None = None) -
     executor = TorchGpuExecutor.open(
         EngineDir.open(engine), RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES), rank=rank, ranks=ranks, device=cpu
     )
-    if memory is not None:
-        hidden_size = executor.network.target.hidden_size
-        executor._resources = replace(executor._resources, peers=map_peers(memory, rank, 2, hidden_size=hidden_size))
     steps = trace(executor, **REQUESTS)[0] + prefix_hit(executor)
     with skipping(executor, 0) if rank == 0 else nullcontext():
         return steps, executor.target_logits(PROMPTS[0])

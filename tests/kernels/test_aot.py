@@ -307,6 +307,7 @@ def launchable(num_parameters: int, **changes: Any) -> SimpleNamespace:
         "launch_cooperative_grid": False,
         "launch_pdl": False,
         "tensordesc_meta": [],
+        "tmem_size": 512,
     }
     ptx = ptx.replace("sm_90a", changes.pop("target", "sm_90a"))
     cubin = changes.pop("cubin", b"\x7fELF")
@@ -338,6 +339,7 @@ def test_a_launchable_kernel_is_accepted() -> None:
         (launchable(NUM_PARAMETERS, launch_cooperative_grid=True), "cooperative launch"),
         (launchable(NUM_PARAMETERS, launch_pdl=True), "dependent launch"),
         (launchable(NUM_PARAMETERS, tensordesc_meta=[{}]), "tensor descriptors"),
+        (launchable(NUM_PARAMETERS, tmem_size=513), "fits tensor memory"),
         (launchable(NUM_PARAMETERS, cubin=b"PTX"), "cubin"),
     ],
 )

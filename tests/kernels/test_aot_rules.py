@@ -9,7 +9,8 @@ import pytest
 
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from plugins.aot.rules import RULES, rule_expression, rules_header, shared_facts
+from plugins.aot.programs import programs_source
+from plugins.aot.rules import RULES, rule_expression, rules_header
 
 SIZES = {
     "tile": (16, 128),
@@ -32,8 +33,12 @@ SIZES = {
     "groups": (1, 3, 200),
     "page_size": (8, 16, 64),
     "is_float32": (0, 1),
+    "widens_weights": (0, 1),
     "is_causal": (0, 1),
     "is_window_anchored": (0, 1),
+    "form": range(6),
+    "num_columns": (32, 160, 4096),
+    "element_bytes": (2, 4),
 }
 
 
@@ -50,7 +55,7 @@ def test_every_rule_computes_the_same_in_cpp(tmp_path) -> None:
         f"static_assert(launch_rules::{rule.__name__}({', '.join(map(str, case.values()))}) == {value});"
         for rule, case, value in checks
     ]
-    header = "namespace dflash_trt { enum class TensorType { kFloat32, kInt32, kInt64 }; }\n" + rules_header()
+    header = rules_header()
     source = tmp_path / "rules.cpp"
     source.write_text(header.replace("#pragma once\n", "") + "namespace dflash_trt {\n" + "\n".join(lines) + "\n}\n")
     command = ["c++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", str(source)]
@@ -59,11 +64,10 @@ def test_every_rule_computes_the_same_in_cpp(tmp_path) -> None:
     assert "static assertion failed" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
 
-def test_the_sampling_inputs_of_the_library_are_the_tables() -> None:
+def test_the_sampling_inputs_of_the_library_are_the_table() -> None:
     names = [row.name for row in STEP_SAMPLING_FIELDS]
-    (macro,) = re.findall(r"#define DFLASH_TRT_SAMPLING_INPUTS (.*)", rules_header())
-    assert re.findall(r'\{"(\w+)"', macro) == names
-    assert [row["name"] for row in shared_facts()["sampling_inputs"]] == names
+    (declared,) = re.findall(r"kSampleAndAcceptInputRules\w+\[\] = (.*);", programs_source())
+    assert re.findall(r'\{"(\w+)", TensorType', declared)[-len(names) :] == names
 
 
 def to_the_power(*, tile: int) -> int:

@@ -1,6 +1,6 @@
 """Drafts straight from low-precision logits, however the vocabulary is cut: greedy, and with the target's noise.
 
-`test_choice_kernels.py` has those that are drawn apart.
+`test_draft_topk_kernels.py` has drafts for rejection sampling.
 """
 
 import pytest
@@ -8,8 +8,9 @@ import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import argmax
-from dflash_trt.kernels.argmax import PIECES, TILE, combine_argmax_kernel
+from dflash_trt.kernels.argmax import combine_argmax_kernel
 from dflash_trt.kernels.argmax_launch import draft_tokens
+from dflash_trt.kernels.sampling_scratch import PIECES, TILE
 from dflash_trt.network.ops import Acceptance
 from tests.kernels import reference_sampling
 from tests.kernels.test_sampling_kernels import make_inputs, network_inputs
@@ -23,9 +24,11 @@ def make_logits(num_rows, vocab_size, *, dtype=torch.float32, seed=0):
 def shared_drafts(logits, temperature, seed, next_context_lens, draft_to_target=None):
     """Of requests whose drafts share the target's noise."""
     stream = torch.zeros_like(next_context_lens)
-    choice = {"num_choices": min(4, logits.shape[1])}
-    tokens, _, chances = draft_tokens(logits, temperature, seed, stream, next_context_lens, draft_to_target, **choice)
-    assert not chances.any()
+    choice = {"draft_topk": min(4, logits.shape[1])}
+    tokens, _, draft_topk_probs = draft_tokens(
+        logits, temperature, seed, stream, next_context_lens, draft_to_target, **choice
+    )
+    assert not draft_topk_probs.any()
     return tokens
 
 
@@ -77,7 +80,7 @@ def test_tiles_without_a_token_give_one_of_the_vocabulary(num_tiles):
     no_index = torch.full((1, num_tiles), 2**31 - 1, dtype=torch.int32, device=DEVICE)
     zeros, choice = torch.zeros(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     of_request = (nothing, zeros, choice.long(), choice, choice, choice.long())
-    constants = {"HAS_MAP": False, "TILE": TILE, "TILES": 4, "PIECES": PIECES, "NUM_CHOICES": 32}
+    constants = {"HAS_MAP": False, "TILE": TILE, "TILES": 4, "PIECES": PIECES, "DRAFT_TOPK": 32}
     sizes = (vocab_size, 1, num_tiles, 1)
     combine_argmax_kernel[(1,)](
         *of_request, nothing, no_index, choice.long(), token, choice, zeros, *sizes, **constants
@@ -121,7 +124,7 @@ def test_drafts_of_the_target_s_own_logits_are_what_the_target_is_sampled_to(voc
     arguments = [x.to(DEVICE) for x in (inputs.temperature, inputs.seed, starts)]
     assert shared_drafts(logits, *arguments).tolist() == expected.tolist()
     acceptance = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, starts))
-    found = torch_sampling.draft_tokens(logits.cpu(), network_inputs(inputs), acceptance, None, num_choices=4).tokens
+    found = torch_sampling.draft_tokens(logits.cpu(), network_inputs(inputs), acceptance, None, draft_topk=4).tokens
     assert found.tolist() == expected.tolist()
 
 

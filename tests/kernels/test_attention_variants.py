@@ -11,7 +11,7 @@ import torch
 
 from dflash_trt.kernels import attention_launch, attention_plan, rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import allocate_workspace, work_slots, workspace_size
-from dflash_trt.kernels.attention_tiles import TILES, tile_rows
+from dflash_trt.kernels.attention_tiles import TILES, tile_rows, tiles_of
 from dflash_trt.kernels.rope_and_pages_launch import stack_draft_layers, store_draft_context
 from plugins.aot.attention_variants import attention_plan_variant, attention_variants
 from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
@@ -74,7 +74,8 @@ def test_attention_variants_are_what_the_launcher_launches(
     )
     num_launches = 1 if rows == (4, 1) else 2
     assert [len(recorder.launches) for recorder in (plan, *recorders.values())] == [num_launches] * 3
-    tile = tile_rows(4 if rows == (4, 1) else 44, 3)
+    tiles = tiles_of(head_dim=64, dtype=torch.float32, page_dtype=torch.float32)
+    tile = tile_rows(4 if rows == (4, 1) else 44, 3, tiles)
     variants = attention_variants(
         dtype=torch.float32,
         page_dtype=torch.float32,

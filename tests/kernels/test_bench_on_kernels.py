@@ -1,4 +1,4 @@
-"""`bench drafters` over the GPU kernels: its sides, its options, and K by batch size, as on a CPU."""
+"""`bench speedup` over the GPU kernels: its sides, its options, and K by batch size, as on a CPU."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compared(root: Path, *options: object) -> list[dict[str, Any]]:
     engines = [root / name for name in ("dflash", "dflash2", "eagle3")]
     few = ("--rounds", 1, "--max-new-tokens", 3, "--concurrency", 1, "--json", "--device", "cpu")
-    words = ["bench", "drafters", *engines, "--input-file", root / "prompts.jsonl", *few, *options]
+    words = ["bench", "speedup", *engines, "--input-file", root / "prompts.jsonl", *few, *options]
     result = CliRunner().invoke(cli, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     reports: list[dict[str, Any]] = json.loads(result.stdout)

@@ -67,9 +67,9 @@ class Step:
         return select_tokens(self.logits, self.hidden, codebooks, requests, top_k=self.top_k)
 
     def found(self) -> list[list[int]]:
-        tokens, choices, chances = self.selected()
-        assert tokens.dtype == choices.dtype == torch.int32
-        assert not chances[self.stream == 0].any()
+        tokens, draft_topk_ids, draft_topk_probs = self.selected()
+        assert tokens.dtype == draft_topk_ids.dtype == torch.int32
+        assert not draft_topk_probs[self.stream == 0].any()
         return tokens.tolist()
 
     def defined(self) -> Proposal[Tensor]:
@@ -111,37 +111,37 @@ def test_every_input_of_the_walk_counts(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "num_slots", "top_k"), [(63, 3, 4), (TILE + 3, 2, 5), (300, 4, 16)])
-def test_drafts_apart_and_their_chances_are_those_of_pytorch(
+def test_sampled_drafts_and_their_probabilities_are_those_of_pytorch(
     device: torch.device, vocab_size: int, num_slots: int, top_k: int
 ) -> None:
     step = Step(device, vocab_size=vocab_size, num_slots=num_slots, top_k=top_k, dtype=torch.float32)
     shared = step.found()
     step.stream[2] = 1
-    tokens, choices, chances = step.selected()
+    tokens, draft_topk_ids, draft_topk_probs = step.selected()
     expected = step.defined()
-    assert expected.choices is not None and expected.chances is not None
+    assert expected.draft_topk_ids is not None and expected.draft_topk_probs is not None
     assert tokens.tolist() == expected.tokens.tolist()
-    assert choices.tolist() == expected.choices.tolist()
-    torch.testing.assert_close(chances[2].cpu(), expected.chances[2], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(chances[2].view(num_slots, top_k).sum(dim=1).cpu(), torch.ones(num_slots))
-    assert not chances[:2].any()
+    assert draft_topk_ids.tolist() == expected.draft_topk_ids.tolist()
+    torch.testing.assert_close(draft_topk_probs[2].cpu(), expected.draft_topk_probs[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(draft_topk_probs[2].view(num_slots, top_k).sum(dim=1).cpu(), torch.ones(num_slots))
+    assert not draft_topk_probs[:2].any()
     assert tokens[2].tolist() != shared[2] or vocab_size == 63  # the negative control: noise of another stream
     assert tokens[:2].tolist() == shared[:2]
     step.temperature[2] *= 1.5
-    assert not torch.allclose(step.selected()[2][2], chances[2], atol=1e-3)
+    assert not torch.allclose(step.selected()[2][2], draft_topk_probs[2], atol=1e-3)
 
 
-def test_a_walk_over_logits_that_are_not_finite_has_no_chances(device: torch.device) -> None:
+def test_a_walk_over_logits_that_are_not_finite_has_no_probabilities(device: torch.device) -> None:
     step = Step(device, vocab_size=300, num_slots=2, top_k=4, dtype=torch.float32)
     step.stream[1:] = 1
     step.logits[2] = torch.nan
     step.logits[4, 7] = torch.inf
-    chances = step.selected()[2].view(3, 2, 4)
-    expected = step.defined().chances
+    draft_topk_probs = step.selected()[2].view(3, 2, 4)
+    expected = step.defined().draft_topk_probs
     assert expected is not None
-    assert not chances[1, 0].any() and not chances[2, 0].any()
+    assert not draft_topk_probs[1, 0].any() and not draft_topk_probs[2, 0].any()
     assert not expected.view(3, 2, 4)[1, 0].any() and not expected.view(3, 2, 4)[2, 0].any()
-    torch.testing.assert_close(chances[:, 1].sum(dim=1).cpu(), torch.tensor([0.0, 1.0, 1.0]))
+    torch.testing.assert_close(draft_topk_probs[:, 1].sum(dim=1).cpu(), torch.tensor([0.0, 1.0, 1.0]))
 
 
 def test_equal_logits_are_taken_in_the_order_of_tokens(device: torch.device) -> None:

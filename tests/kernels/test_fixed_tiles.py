@@ -30,7 +30,7 @@ from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
 from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_tensors
-from tests.kernels.drawn_drafts import with_drawn_drafts
+from tests.kernels.rejection_drafts import with_rejection_sampling
 from tests.kernels.test_device_experts import MOE, make_experts
 from tests.kernels.test_sampling_kernels import VOCAB_SIZE, make_inputs, make_logits, run_kernels
 from tests.kernels_on import DEVICE, moved
@@ -127,17 +127,20 @@ def test_experts_with_fixed_tiles_depend_on_no_other_row(format_name: str, exact
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has said whether its bits change, too")
 @pytest.mark.parametrize("format_name", [None, "nvfp4_w4a16"])
-def test_the_same_kernel_with_other_tiles_gives_other_bits(format_name: str | None) -> None:
+def test_the_same_kernel_with_other_tiles_gives_other_bits(
+    format_name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control."""
-    fixed = prepare_fixed_linear(make_linear(format_name, torch.float32), torch.float32)
-    usual = replace(fixed, weight=replace(fixed.weight, has_fixed_tiles=False))
-    assert changed_rows(lambda rows: apply_device_linear(Plain(rows), usual), random(NUM_ROWS, IN)) != []
+    usual = packed_linear_launch.tile_tokens
+    monkeypatch.setattr(packed_linear_launch, "tile_tokens", lambda num_rows, **_: usual(num_rows))
+    linear = prepare_fixed_linear(make_linear(format_name, torch.float32), torch.float32)
+    assert changed_rows(lambda rows: apply_device_linear(Plain(rows), linear), random(NUM_ROWS, IN)) != []
 
 
 def test_without_fixed_tiles_they_follow_the_number_of_rows() -> None:
     """What a GPU would compute with for one row and for many."""
     assert packed_linear_launch.tile_tokens(1) != packed_linear_launch.tile_tokens(NUM_ROWS)
-    few, many = (launch_rules.tile_tokens(num_entries=n, num_experts=8) for n in (2, 1000))
+    few, many = (launch_rules.tile_tokens(num_entries=n, num_experts=8, widens_weights=0) for n in (2, 1000))
     assert few != many
     plain, fp8 = (make_linear(name, torch.float32) for name in (None, "fp8"))
     assert prepare_device_linear(plain, torch.float32) is plain, "PyTorch's GEMM"
@@ -183,8 +186,8 @@ def _found(result: Tensor, codes: RowCodes | None) -> Tensor:
 def test_the_sampler_depends_on_no_other_request() -> None:
     settings = [(0.0, 0, 1.0, 0.0, 1), (0.8, 0, 1.0, 0.0, 2), (1.0, 40, 0.9, 0.0, 3), (0.7, 0, 0.8, 0.05, 4)]
     logits, width = make_logits(3 * len(settings)), 3
-    whole = with_drawn_drafts(
-        make_inputs(settings, width=width), logits, num_choices=8, draft_stream=torch.tensor([0, 0, 1, 1]).int()
+    whole = with_rejection_sampling(
+        make_inputs(settings, width=width), logits, draft_topk=8, draft_stream=torch.tensor([0, 0, 1, 1]).int()
     )
     together = run_kernels(logits, whole)
     for r in range(len(settings)):
@@ -315,7 +318,7 @@ class FourRanks(OneRank):
 def test_sums_over_ranks_have_one_order_and_are_rounded_once() -> None:
     addends = [random(5, 96, dtype=torch.float16) * 10**rank for rank in range(4)]
     ops = object.__new__(DeterministicGpuOps)
-    ops._ranks, ops._resources = FourRanks(addends), type("Resources", (), {"peers": None})
+    ops._ranks = FourRanks(addends)
     in_order = addends[0].float() + addends[1].float() + addends[2].float() + addends[3].float()
     assert torch.equal(ops.all_reduce(addends[0]), in_order.half())
     backwards = addends[3] + addends[2] + addends[1] + addends[0]  # the negative control, rounded each time

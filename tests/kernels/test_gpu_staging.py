@@ -13,10 +13,10 @@ from dflash_trt.backends.padding import (
     StepShape,
     bucket_of,
     decode_shapes,
-    full_block_shape,
     full_block_shapes,
     mixed_shapes,
     step_shape,
+    verify_block_shape,
     warm_shapes,
 )
 from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
@@ -30,7 +30,7 @@ from tests.reference_inputs import reference_inputs
 
 CPU = torch.device("cpu")
 LIMITS = ExecutorLimits(
-    max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96, num_choices=5
+    max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96, draft_topk=5
 )
 
 
@@ -194,7 +194,7 @@ def test_full_blocks_of_tensorrt_always_have_a_graph(max_num_tokens):
     shapes = full_block_shapes(limits, num_draft_tokens=3)
     for num_requests in range(1, min(64, max_num_tokens // 4) + 1):
         blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_requests)]
-        shape = full_block_shape(plan_of(batch_of(*blocks)), limits)
+        shape = verify_block_shape(plan_of(batch_of(*blocks)), limits)
         assert shape in shapes and num_requests <= shape.num_requests and shape.num_tokens <= max_num_tokens
 
 
@@ -251,7 +251,7 @@ def assert_holds(inputs, batch):
         elif item.name in ("token_ids", "positions"):
             assert torch.equal(found[:num_tokens], want)
         elif item.name in DRAFT_INPUTS:  # the host's drafts were not drawn
-            assert found.shape[1] == batch.num_draft_tokens * LIMITS.num_choices and not found.any()
+            assert found.shape[1] == batch.num_draft_tokens * LIMITS.draft_topk and not found.any()
         else:
             assert torch.equal(found[: len(want)], want), item.name
     assert (inputs.token_offsets[num_requests:] == num_tokens).all()

@@ -16,7 +16,6 @@ ALLOWED = {
     "backends/cuda/executor.py:_new_stream": "the stream itself",
     "backends/cuda/linear.py:_has_fp8_gemm": "the capability of the GPU",
     "backends/cuda/nvfp4.py:has_fp4_gemm": "the capability of the GPU",
-    "backends/cuda/peers.py:open_peers": "memory of other GPUs",
     "backends/cuda/step_launches.py:draft": "memory of a graph, which later captures reuse",
     "kernels/attention_launch.py:num_multiprocessors": "the number of multiprocessors",
 }

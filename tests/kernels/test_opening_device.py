@@ -106,13 +106,11 @@ class OpenedError(Exception):
 @pytest.mark.parametrize(
     ("options", "draft_lens"),
     [
-        ({}, (3,)),
-        ({"num_draft_tokens": 2}, (2,)),
+        ({}, (0, 3)),
+        ({"draft_length": 2}, (2,)),
         ({"adaptive_draft_length": True}, (0, 1, 2, 3)),
         ({"draft_length_policy": BatchSizeDraftLength({1: 3, 4: 1})}, (1, 3)),
         ({"draft_length": {1: 3, 4: 1}}, (1, 3)),
-        ({"draft_length": {1: 3, 4: 2}, "draft_length_by_context": {40: 1}}, (1, 2, 3)),
-        ({"draft_length_by_context": {40: 1}}, (1, 3)),
         ({"use_drafter": False}, (0,)),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import rejection
 from dflash_trt.kernels.sampling_scratch import TILE
-from tests.kernels.drawn_drafts import with_drawn_drafts
+from tests.kernels.rejection_drafts import with_rejection_sampling
 from tests.kernels.test_sampling_kernels import (
     VOCAB_SIZE,
     assert_same,
@@ -32,13 +32,13 @@ FILTERS = {
 }
 
 
-def make_step(filters=NOT_FILTERED, *, num_requests=8, width=4, vocab_size=300, num_choices=16, **options):
+def make_step(filters=NOT_FILTERED, *, num_requests=8, width=4, vocab_size=300, draft_topk=16, **options):
     """Inputs and logits; seeds, temperatures and positions differ."""
     samplings = [(0.6 + 0.2 * i, *filters, 2**33 * i + 7) for i in range(num_requests)]
     inputs = make_inputs(samplings, width=width)
     inputs = replace(inputs, token_ids=inputs.token_ids % vocab_size)
     logits = make_logits(num_requests * width, vocab_size, dtype=options.pop("dtype", torch.float32), seed=3)
-    return with_drawn_drafts(inputs, logits, num_choices=num_choices, **options), logits
+    return with_rejection_sampling(inputs, logits, draft_topk=draft_topk, **options), logits
 
 
 def expected_of(inputs, logits):
@@ -60,15 +60,15 @@ def test_drafts_are_tested_as_defined_under_every_filter(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("num_choices", "spread"), [(32, 0.02), (5, 1.0), (1, 1.0), (64, 1.0)])
-def test_any_number_of_choices_in_several_tiles_will_do(num_choices, spread, dtype):
-    inputs, logits = make_step(num_requests=4, vocab_size=VOCAB_SIZE, num_choices=num_choices, dtype=dtype)
+@pytest.mark.parametrize(("draft_topk", "spread"), [(32, 0.02), (5, 1.0), (1, 1.0), (64, 1.0)])
+def test_any_number_of_candidates_in_several_tiles_will_do(draft_topk, spread, dtype):
+    inputs, logits = make_step(num_requests=4, vocab_size=VOCAB_SIZE, draft_topk=draft_topk, dtype=dtype)
     logits *= spread  # of flat rows nearly every draft is rejected, and its row's token is anywhere
     outputs, workspace = run_kernels_in_workspace(logits, inputs)
     assert_same(outputs, expected_of(inputs, logits))
     is_rejected = outcomes(workspace, inputs) == REJECTED
     assert is_rejected.any()
-    if spread < 1:  # and hardly ever one of the choices
+    if spread < 1:  # and hardly ever one of the candidates
         assert len(set((outputs.emitted_tokens[is_rejected] // TILE).tolist())) > 1
         return
     others = run_kernels(logits, replace(inputs, draft_stream=torch.zeros_like(inputs.draft_stream)))
@@ -76,13 +76,13 @@ def test_any_number_of_choices_in_several_tiles_will_do(num_choices, spread, dty
 
 
 def test_every_part_of_the_test_counts():
-    """The negative controls: chances, choices, drafts and the seed each change some token."""
+    """The negative controls: probabilities, candidates, drafts and the seed each change some token."""
     inputs, logits = make_step(width=6)
     tokens = run_kernels(logits, inputs).emitted_tokens.tolist()
     assert tokens == expected_of(inputs, logits).emitted_tokens.tolist()
     for name, value in {
-        "chances": inputs.chances.flip(1),
-        "choices": inputs.choices.flip(1),
+        "draft_topk_probs": inputs.draft_topk_probs.flip(1),
+        "draft_topk_ids": inputs.draft_topk_ids.flip(1),
         "token_ids": (inputs.token_ids + 1) % 300,
         "seed": inputs.seed + 1,
     }.items():
@@ -93,13 +93,13 @@ def test_every_part_of_the_test_counts():
 
 
 @pytest.mark.parametrize("stale", [0.0, 1.0])
-def test_a_draft_outside_its_choices_has_a_chance_of_1(stale):
-    """Drafts that the host gave have choices that mean nothing, all of no chance."""
+def test_a_draft_outside_its_candidates_has_probability_1(stale):
+    """Drafts that the host gave have candidates that mean nothing, all of no probability."""
     inputs, logits = make_step()
     if stale:
-        inputs = replace(inputs, token_ids=(inputs.token_ids + 150) % 300)  # beside what has chances
+        inputs = replace(inputs, token_ids=(inputs.token_ids + 150) % 300)  # beside what has probabilities
     else:
-        inputs = replace(inputs, chances=torch.zeros_like(inputs.chances))
+        inputs = replace(inputs, draft_topk_probs=torch.zeros_like(inputs.draft_topk_probs))
     outputs, workspace = run_kernels_in_workspace(logits, inputs)
     assert_same(outputs, expected_of(inputs, logits))
     found = outcomes(workspace, inputs)[:, :-1]
@@ -111,8 +111,10 @@ def test_a_draft_outside_its_choices_has_a_chance_of_1(stale):
 
 
 def test_where_rounding_leaves_no_residual_the_token_is_one_that_is_kept():
-    inputs, logits = make_step((5, 1.0, 0.0), num_choices=8, error=0.0)
-    greater = replace(inputs, chances=inputs.chances * 4)  # than the target's, of all that top_k keeps
+    inputs, logits = make_step((5, 1.0, 0.0), draft_topk=8, error=0.0)
+    greater = replace(
+        inputs, draft_topk_probs=inputs.draft_topk_probs * 4
+    )  # than the target's, of all that top_k keeps
     outputs, workspace = run_kernels_in_workspace(logits, greater)
     assert_same(outputs, expected_of(greater, logits))
     is_rejected = outcomes(workspace, inputs)[:, :-1] == REJECTED
@@ -121,7 +123,7 @@ def test_where_rounding_leaves_no_residual_the_token_is_one_that_is_kept():
     assert (kept == outputs.emitted_tokens[:, :-1, None]).any(dim=2)[is_rejected].all()
 
 
-def test_choices_that_are_not_kept_are_never_the_token():
+def test_candidates_that_are_not_kept_are_never_the_token():
     """min_p leaves one token, and the residual is its own where it is no choice."""
     inputs, logits = make_step((0, 1.0, 1.0), error=3.0)
     outputs, workspace = run_kernels_in_workspace(logits, inputs)
@@ -138,7 +140,7 @@ def test_requests_of_every_kind_share_a_step():
     inputs = replace(inputs, token_ids=inputs.token_ids % 300)
     logits = make_logits(32, 300)
     stream = torch.tensor([0, 1, 0, 1, 0, 1, 1, 1], dtype=torch.int32)
-    inputs = with_drawn_drafts(inputs, logits, num_choices=16, draft_stream=stream)
+    inputs = with_rejection_sampling(inputs, logits, draft_topk=16, draft_stream=stream)
     outputs, workspace = run_kernels_in_workspace(logits, inputs)
     assert_same(outputs, expected_of(inputs, logits))
     tested = (outcomes(workspace, inputs) != UNTESTED).sum(dim=1)
@@ -146,17 +148,17 @@ def test_requests_of_every_kind_share_a_step():
 
 
 @pytest.mark.parametrize("columns", [None, 0])
-def test_a_step_without_choices_tests_no_draft(columns):
+def test_a_step_without_candidates_tests_no_draft(columns):
     inputs, logits = make_step()
-    empty = None if columns is None else inputs.chances[:, :0].contiguous()
-    changed = replace(inputs, choices=None if empty is None else empty.int(), chances=empty)
+    empty = None if columns is None else inputs.draft_topk_probs[:, :0].contiguous()
+    changed = replace(inputs, draft_topk_ids=None if empty is None else empty.int(), draft_topk_probs=empty)
     shared = replace(changed, draft_stream=torch.zeros_like(inputs.draft_stream))
     assert_same(run_kernels(logits, changed), run_kernels(logits, shared))
 
 
-def test_a_step_of_no_drafts_takes_choices_of_no_width():
+def test_a_step_of_no_drafts_takes_candidates_of_no_width():
     inputs, logits = make_step(width=1)
-    assert inputs.choices.shape == (8, 0)
+    assert inputs.draft_topk_ids.shape == (8, 0)
     assert_same(run_kernels(logits, inputs), expected_of(inputs, logits))
 
 
@@ -173,9 +175,13 @@ def test_rows_that_give_no_token_have_the_log_probability_nan_and_their_mates_th
 
 
 @ignores_infinities
-def test_chances_of_a_drafter_that_gave_no_distribution_are_those_of_no_draw():
+def test_probabilities_of_a_drafter_without_a_distribution_are_zeros():
     inputs, logits = make_step(width=2)
-    zeros = replace(inputs, chances=torch.zeros_like(inputs.chances), choices=torch.zeros_like(inputs.choices))
+    zeros = replace(
+        inputs,
+        draft_topk_probs=torch.zeros_like(inputs.draft_topk_probs),
+        draft_topk_ids=torch.zeros_like(inputs.draft_topk_ids),
+    )
     assert_same(run_kernels(logits, zeros), expected_of(zeros, logits))
 
 
@@ -188,7 +194,7 @@ def test_masked_tokens_are_never_drawn_from_the_residual():
     assert int(outputs.emitted_tokens.max()) < 40
 
 
-def test_steps_without_such_drafts_read_no_choice(monkeypatch):
+def test_steps_without_such_drafts_read_no_candidate(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a number for no test")
 

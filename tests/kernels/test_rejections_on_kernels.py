@@ -56,12 +56,12 @@ def taps(monkeypatch: pytest.MonkeyPatch) -> Taps:
     found: Taps = {}
     observe = DFlashDrafter.observe
 
-    def record(drafter: Any, ops: Any, tokens: Any, values: Any, rows: Any, acceptance: Any, state: Any) -> None:
-        joined = torch.cat([tensor_of(value).cpu() for value in values], dim=-1)
+    def record(drafter: Any, ops: Any, tokens: Any, target: Any, acceptance: Any, state: Any) -> None:
+        joined, rows = torch.cat([tensor_of(tap).cpu() for tap in target.taps], dim=-1), target.rows
         for row, position in enumerate(rows.positions[: rows.token_offsets[1]].tolist()):  # behind it is padding
             if position < int(acceptance.next_context_lens[0]):
                 found[position] = joined[row]
-        observe(drafter, ops, tokens, values, rows, acceptance, state)
+        observe(drafter, ops, tokens, target, acceptance, state)
 
     monkeypatch.setattr(DFlashDrafter, "observe", record)
     return found

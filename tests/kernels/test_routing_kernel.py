@@ -140,14 +140,12 @@ def test_all_rows_of_one_expert_and_each_row_of_its_own_fit_the_grid():
 
 
 def test_tiles_hold_what_an_expert_gets_on_average():
-    assert [tile_tokens(num_entries=4 * rows, num_experts=128) for rows in (8, 512, 513, 1024, 1025, 9000)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        64,
-    ]
+    def tiles(widens_weights: int) -> list[int]:
+        rows = (8, 512, 513, 1024, 1025, 9000)
+        return [tile_tokens(num_entries=4 * n, num_experts=128, widens_weights=widens_weights) for n in rows]
+
+    assert tiles(widens_weights=0) == [16, 16, 32, 32, 64, 64]
+    assert tiles(widens_weights=1) == [16] * 6
 
 
 def test_a_corrupted_order_is_noticed():

@@ -71,8 +71,8 @@ def test_sampling_variants_are_what_is_launched_in_this_order(monkeypatch, dtype
         original = recorder.launches
         recorder.launches = _Ordered(original, order, variant.name)
     inputs = make_inputs([(1.0, 0, 1.0, 0.0, 0)] * 3, width=WIDTH)
-    choices = torch.zeros(3, (WIDTH - 1) * 8)
-    inputs = replace(inputs, choices=choices.int(), chances=choices)
+    draft_topk_ids = torch.zeros(3, (WIDTH - 1) * 8)
+    inputs = replace(inputs, draft_topk_ids=draft_topk_ids.int(), draft_topk_probs=draft_topk_ids)
     outputs = sampling_launch.allocate_outputs(3, WIDTH, torch.device("cpu"))
     workspace = sampling_launch.allocate_workspace(3 * WIDTH, vocab_size, torch.device("cpu"))
     logits = torch.zeros(3 * WIDTH, vocab_size, dtype=dtype)
@@ -134,7 +134,7 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
     request, seed = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     mapped = torch.zeros(vocab_size, dtype=torch.int64) if has_map else None
     logits = torch.zeros(6, vocab_size, dtype=torch.float16)
-    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, request, mapped, num_choices=8)
+    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, request, mapped, draft_topk=8)
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 6, "num_tiles": 3})
 

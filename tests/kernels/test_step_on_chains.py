@@ -12,7 +12,11 @@ from dflash_trt.backends.padding import decode_shapes
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from tests.eagle3_files import save_eagle3_head
 from tests.factories import make_target
-from tests.kernels.test_step_on_dflash2 import FEW_HEADS, assert_drawn_drafts_are_the_same, assert_steps_are_the_same
+from tests.kernels.test_step_on_dflash2 import (
+    FEW_HEADS,
+    assert_rejection_sampling_is_the_same,
+    assert_steps_are_the_same,
+)
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,7 +55,7 @@ def test_eagle3_over_the_kernels_drafts_as_over_plain_pytorch(
 
 def test_eagle3_over_the_kernels_draws_drafts_apart_as_plain_pytorch(tmp_path: Path, device: torch.device) -> None:
     """Through a draft vocabulary, and one draft of a request at a time."""
-    assert_drawn_drafts_are_the_same(*make_executors(make_pair(tmp_path, {}), device))
+    assert_rejection_sampling_is_the_same(*make_executors(make_pair(tmp_path, {}), device))
 
 
 @pytest.mark.parametrize("part", ["features in pages", "the first key", "the noise of a later slot"])

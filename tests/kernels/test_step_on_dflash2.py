@@ -41,29 +41,31 @@ def assert_steps_are_the_same(reference: Any, executor: Any) -> None:
     assert [len(row.draft_tokens) for row in expected] == [1, 1]
 
 
-def assert_drawn_drafts_are_the_same(reference: Any, executor: Any, *, num_steps: int = 5) -> None:
-    """Chained steps of a request whose drafts are drawn apart, among others: tokens, drafts, and what slots keep."""
+def assert_rejection_sampling_is_the_same(reference: Any, executor: Any, *, num_steps: int = 5) -> None:
+    """Chained steps with rejection sampling in some requests: tokens, drafts, and their candidates in slots."""
     apart = replace(SAMPLED, temperature=6.0, seed=11, draft_stream=1)  # at which target and drafter are alike
     samplings = (StepSampling(), apart, SAMPLED, replace(apart, top_p=0.9, seed=2**40 + 1))
     prompts = [prefill(str(i), 2 + i, sampling, first_page=12 * i) for i, sampling in enumerate(samplings)]
     vocab_size = reference.network.target.vocab_size
     requests = tuple(replace(x, token_ids=tuple(token % vocab_size for token in x.token_ids)) for x in prompts)
-    batch, is_apart = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS), torch.tensor([1, 3])
+    batch, uses_rejection = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS), torch.tensor([1, 3])
     expected = run_batch(reference, batch)
     assert_same(run_batch(executor, batch), expected)
     num_accepted = []
     for _ in range(num_steps):
         ours, theirs = executor._staging.slots, reference._slots
         assert ours.token_ids.cpu().tolist()[:4] == theirs.token_ids.tolist()[:4]
-        assert ours.choices.cpu()[is_apart].tolist() == theirs.choices[is_apart].tolist()
-        torch.testing.assert_close(ours.chances.cpu()[is_apart], theirs.chances[is_apart], rtol=1e-3, atol=1e-5)
-        sums = theirs.chances[is_apart].view(2 * NUM_DRAFT_TOKENS, -1).sum(dim=1)
+        assert ours.draft_topk_ids.cpu()[uses_rejection].tolist() == theirs.draft_topk_ids[uses_rejection].tolist()
+        torch.testing.assert_close(
+            ours.draft_topk_probs.cpu()[uses_rejection], theirs.draft_topk_probs[uses_rejection], rtol=1e-3, atol=1e-5
+        )
+        sums = theirs.draft_topk_probs[uses_rejection].view(2 * NUM_DRAFT_TOKENS, -1).sum(dim=1)
         torch.testing.assert_close(sums, torch.ones_like(sums))
         batch = next_batch(batch, expected, num_candidates=lambda r: NUM_DRAFT_TOKENS)
         plan = chained(plan_of(batch))
         expected = request_results(reference.submit(plan).result())
         assert_same(request_results(executor.submit(plan).result()), expected)
-        num_accepted += [expected[r].num_accepted for r in is_apart.tolist()]
+        num_accepted += [expected[r].num_accepted for r in uses_rejection.tolist()]
     assert 0 < sum(num_accepted) < NUM_DRAFT_TOKENS * len(num_accepted), "some drafts are accepted, some rejected"
 
 
@@ -84,7 +86,7 @@ def test_dflash2_over_the_kernels_drafts_as_over_plain_pytorch(
 
 def test_dflash2_over_the_kernels_draws_drafts_apart_as_plain_pytorch(tmp_path: Path, device: torch.device) -> None:
     pair = make_dflash2_pair(tmp_path, top_k=48, keys={"output_multiplier": 0.1})  # scores that are nearly flat
-    assert_drawn_drafts_are_the_same(*make_executors(pair, device))
+    assert_rejection_sampling_is_the_same(*make_executors(pair, device))
 
 
 def test_a_changed_part_of_dflash2_is_noticed(dflash2: tuple[Path, Path], device: torch.device) -> None:

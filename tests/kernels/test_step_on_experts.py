@@ -66,7 +66,7 @@ def test_a_changed_expert_or_sink_is_noticed(tmp_path: Path, device: torch.devic
     sinks = layer.mixer.sinks
     batch = StepBatch(requests=(prefill("greedy", 3, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = run_batch(reference, batch)[0].logprobs[0]
-    for perturbed in [layer.feed_forward.down.codes] + ([] if sinks is None else [sinks]):
+    for perturbed in [layer.feed_forward.experts.down.codes] + ([] if sinks is None else [sinks]):
         original = perturbed.clone()
         perturbed.add_(0.1)
         assert abs(run_batch(executor, batch)[0].logprobs[0] - expected) > 10 * LOGPROB_TOLERANCE

@@ -12,7 +12,7 @@ from dflash_trt.backends.cuda.linear import DevicePackedWeight
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.kernels.packed_product import PLAIN
+from dflash_trt.kernels.launch_rules import PLAIN
 from dflash_trt.network.mixers.mla import MlaWeights
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start

@@ -19,12 +19,12 @@ from dflash_trt.backends.padding import step_shape, warm_shapes
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.dflash2_files import make_dflash2_drafter
 from tests.engine_dir.building import build
 from tests.factories import Family, make_target, make_zlab_drafter
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.kernels.specializations import recorded_specializations
 from tests.scheduler.driver import Driver, make_request
 

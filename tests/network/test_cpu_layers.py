@@ -36,7 +36,7 @@ def layers(path: Path, **options):
 def test_joined_heads_and_scaled_norms_are_those_of_plain_ops(tmp_path, options):
     ops = object.__new__(TorchOps)  # no step: only the ops that need none
     for plain, ready in layers(tmp_path, **options):
-        gqa = plain.spec.mixer
+        gqa = plain.mixer.spec
         ops._rope_tables = {gqa.rotary: make_rope_table(gqa.rotary, num_positions=64, dtype=torch.float32)}
         rope = ops.rope_table(gqa.rotary, torch.tensor([3, 60, 0], dtype=torch.int32))
         assert isinstance(ready.mixer, JoinedGqa)
@@ -44,8 +44,8 @@ def test_joined_heads_and_scaled_norms_are_those_of_plain_ops(tmp_path, options)
         assert ready.mixer.projections[0].scale == 1.0 != ready.mixer.o.scale
         x = torch.randn(3, len(plain.attention_norm), generator=torch.Generator().manual_seed(0))
 
-        def heads(layer, x=x, gqa=gqa, rope=rope):
-            return layer.mixer.qkv(ops, gqa, ops.rms_norm(x, layer.attention_norm, 1e-6), rope, 1e-6)
+        def heads(layer, x=x, rope=rope):
+            return layer.mixer.qkv(ops, ops.rms_norm(x, layer.attention_norm, 1e-6), rope, 1e-6)
 
         def gate_up(layer, x=x):
             return ops.linear(ops.rms_norm(x, layer.mlp_norm, 1e-6), layer.feed_forward.gate_up)

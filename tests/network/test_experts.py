@@ -1,16 +1,22 @@
 """Experts and sinks as ops: experts in either form agree, and a row gets what it gets alone."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.attention import attend_rows
 from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts, separated
+from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
+from dflash_trt.network.feed_forward import bind_feed_forward
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from dflash_trt.network.rank_tensors import RankTensors
 from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
@@ -63,6 +69,26 @@ def test_separate_experts_give_what_stacked_ones_give(moe: Moe) -> None:
     torch.testing.assert_close(run_chosen_experts(x, separated(experts), moe, choice), expected, rtol=0, atol=1e-6)
     other = Choice(choice.expert_ids, choice.weights.flip(1))
     assert (run_chosen_experts(x, separated(experts), moe, other) - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_expert_of_all_tokens_has_the_activation_of_the_others(activation: str) -> None:
+    moe = SILU.model_copy(update={"activation": activation, "shared_size": 24})
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, 37)
+    plain = {f"experts.{name}": getattr(experts, name).weight for name in ("gate_up", "down")}
+    plain |= {"router": experts.router.weight, "shared.gate_up": plain["experts.gate_up"][0]}
+    plain["shared.down"] = plain["experts.down"][0]
+    tensors = RankTensors(plain={f"layer.{name}": weight for name, weight in plain.items()}, slice_rows=torch.narrow)
+    found = bind_feed_forward(moe, tensors, "layer").part(object.__new__(TorchOps), x)
+    gate, up = (x @ plain["shared.gate_up"].T).chunk(2, dim=-1)
+    sums = {
+        name: run_chosen_experts(x, experts, moe, choice) + (activate(gate) * up) @ plain["shared.down"].T
+        for name, activate in (("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh")))
+    }
+    torch.testing.assert_close(found, sums.pop(activation), rtol=0, atol=1e-6)
+    [other] = sums.values()
+    assert (found - other).abs().max() > 0.01
 
 
 @SPECS

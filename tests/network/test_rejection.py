@@ -1,4 +1,4 @@
-"""Drafts that are drawn apart and tested: the tokens follow the target, and as many are accepted as can be."""
+"""Rejection sampling of drafts: tokens follow the target, and as many drafts are accepted as possible."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from tests.parity.test_laws import chi_square_p
 
-NUM_REQUESTS, K, VOCAB_SIZE, NUM_CHOICES, CONTEXT_LEN = 8000, 2, 9, 5, 20
+NUM_REQUESTS, K, VOCAB_SIZE, DRAFT_TOPK, CONTEXT_LEN = 8000, 2, 9, 5, 20
 TEMPERATURE = 0.8
 FILTERS: list[dict[str, float]] = [
     {},
@@ -67,9 +67,9 @@ def run_step(
     first = verify_inputs(samplings, torch.zeros(num_requests, K, dtype=torch.int64))
     before: Any = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, first.context_lens))
     logits = drafter.repeat(num_requests, 1)
-    proposal = change(draft_tokens(logits, first, before, draft_to_target, num_choices=NUM_CHOICES))
+    proposal = change(draft_tokens(logits, first, before, draft_to_target, draft_topk=DRAFT_TOPK))
     inputs = verify_inputs(samplings, proposal.tokens)
-    inputs = replace(inputs, choices=proposal.choices, chances=proposal.chances)
+    inputs = replace(inputs, draft_topk_ids=proposal.draft_topk_ids, draft_topk_probs=proposal.draft_topk_probs)
     return Step(inputs, sample_and_accept(target.repeat(num_requests, 1), inputs), proposal)
 
 
@@ -114,9 +114,9 @@ def test_every_token_follows_the_filtered_target_whatever_was_drawn(filters: dic
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_a_draft_is_accepted_as_often_as_the_two_distributions_agree(filters: dict[str, float]) -> None:
-    """1 - d_TV(p, q): q is the drafter's softmax over its choices, and knows no filter."""
-    scores, choices = (DRAFTER[0] / TEMPERATURE).topk(NUM_CHOICES)
-    q = torch.zeros(VOCAB_SIZE).scatter(0, choices, scores.softmax(0))
+    """1 - d_TV(p, q): q is the drafter's softmax over its candidates, and knows no filter."""
+    scores, draft_topk_ids = (DRAFTER[0] / TEMPERATURE).topk(DRAFT_TOPK)
+    q = torch.zeros(VOCAB_SIZE).scatter(0, draft_topk_ids, scores.softmax(0))
     agreed = float(torch.minimum(distribution(TARGET[0], filters), q).sum())
     deviation = (agreed * (1 - agreed) / NUM_REQUESTS) ** 0.5
     accepted = float((run_step(filters).acceptance.num_accepted > 0).float().mean())
@@ -130,8 +130,8 @@ def test_requests_with_and_without_a_seed_of_their_own_share_a_step() -> None:
     """The tokens and drafts of either kind are those of a step of that kind alone."""
     num_requests = 200
     alone = {stream: run_step({}, draft_stream=stream, num_requests=num_requests) for stream in (TOKENS, DRAFTS)}
-    is_apart = torch.arange(num_requests) % 2 == 1
-    drafts = torch.where(is_apart[:, None], alone[DRAFTS].proposal.tokens, alone[TOKENS].proposal.tokens)
+    uses_rejection = torch.arange(num_requests) % 2 == 1
+    drafts = torch.where(uses_rejection[:, None], alone[DRAFTS].proposal.tokens, alone[TOKENS].proposal.tokens)
     samplings = [
         StepSampling(temperature=TEMPERATURE, seed=seed, draft_stream=DRAFTS if seed % 2 else TOKENS)
         for seed in range(num_requests)
@@ -139,30 +139,37 @@ def test_requests_with_and_without_a_seed_of_their_own_share_a_step() -> None:
     inputs = verify_inputs(samplings, drafts)
     before: Any = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, inputs.context_lens))
     before = replace(before, next_context_lens=verify_inputs(samplings, torch.zeros_like(drafts)).context_lens)
-    proposal = draft_tokens(DRAFTER.repeat(num_requests, 1), inputs, before, None, num_choices=NUM_CHOICES)
+    proposal = draft_tokens(DRAFTER.repeat(num_requests, 1), inputs, before, None, draft_topk=DRAFT_TOPK)
     assert torch.equal(proposal.tokens, drafts)
-    inputs = replace(inputs, choices=proposal.choices, chances=proposal.chances)
+    inputs = replace(inputs, draft_topk_ids=proposal.draft_topk_ids, draft_topk_probs=proposal.draft_topk_probs)
     found = sample_and_accept(TARGET.repeat(num_requests, 1), inputs)
     for name in ("emitted_tokens", "num_accepted"):
         apart, shared = (getattr(alone[stream].acceptance, name) for stream in (DRAFTS, TOKENS))
-        assert torch.equal(getattr(found, name)[is_apart], apart[is_apart])
-        assert torch.equal(getattr(found, name)[~is_apart], shared[~is_apart])
+        assert torch.equal(getattr(found, name)[uses_rejection], apart[uses_rejection])
+        assert torch.equal(getattr(found, name)[~uses_rejection], shared[~uses_rejection])
 
 
-def test_drafts_follow_the_drafters_choices() -> None:
+def test_drafts_follow_the_drafters_top_candidates() -> None:
     step = run_step({})
-    assert step.proposal.choices is not None and step.proposal.chances is not None
+    assert step.proposal.draft_topk_ids is not None and step.proposal.draft_topk_probs is not None
     for slot in range(K):
-        columns = slice(slot * NUM_CHOICES, (slot + 1) * NUM_CHOICES)
-        [choices], [chances] = (x[:1, columns] for x in (step.proposal.choices, step.proposal.chances))
-        scores, expected = (DRAFTER[slot] / TEMPERATURE).topk(NUM_CHOICES)
-        assert choices.tolist() == expected.tolist()
-        torch.testing.assert_close(chances, scores.softmax(0))
-        q = torch.zeros(VOCAB_SIZE).scatter(0, expected, chances)
+        columns = slice(slot * DRAFT_TOPK, (slot + 1) * DRAFT_TOPK)
+        [draft_topk_ids], [draft_topk_probs] = (
+            x[:1, columns] for x in (step.proposal.draft_topk_ids, step.proposal.draft_topk_probs)
+        )
+        scores, expected = (DRAFTER[slot] / TEMPERATURE).topk(DRAFT_TOPK)
+        assert draft_topk_ids.tolist() == expected.tolist()
+        torch.testing.assert_close(draft_topk_probs, scores.softmax(0))
+        q = torch.zeros(VOCAB_SIZE).scatter(0, expected, draft_topk_probs)
         assert p_value(step.proposal.tokens[:, slot], q) > 1e-3
 
 
-FAULTS = ["the tests' numbers", "the drafts' noise", "chances of another draft", "chances of another token"]
+FAULTS = [
+    "the tests' numbers",
+    "the drafts' noise",
+    "draft_topk_probs of another draft",
+    "draft_topk_probs of another token",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -179,8 +186,8 @@ def test_a_changed_part_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) 
     elif fault == "the drafts' noise":
         monkeypatch.setattr(rejection, "gumbel_noise_of", lambda *given: gumbel_noise_of(*given[:3], TOKENS))
     else:
-        shift = NUM_CHOICES if fault == "chances of another draft" else 1
-        change = lambda given: replace(given, chances=given.chances.roll(shift, 1))  # type: ignore[union-attr] # noqa: E731
+        shift = DRAFT_TOPK if fault == "draft_topk_probs of another draft" else 1
+        change = lambda given: replace(given, draft_topk_probs=given.draft_topk_probs.roll(shift, 1))  # type: ignore[union-attr] # noqa: E731
     step = run_step({}, change=change, num_requests=3 * NUM_REQUESTS)
     assert p_value(step.tokens(0), distribution(TARGET[0], {})) < 1e-6
 
@@ -196,9 +203,9 @@ def test_a_draft_that_was_not_drawn_is_tested_as_the_only_choice() -> None:
     fixed = torch.tensor([[3, 7]])
 
     def given(proposal: Proposal[Tensor]) -> Proposal[Tensor]:
-        assert proposal.chances is not None
+        assert proposal.draft_topk_probs is not None
         tokens = fixed.expand(NUM_REQUESTS, -1).int()
-        return replace(proposal, tokens=tokens, chances=torch.zeros_like(proposal.chances))
+        return replace(proposal, tokens=tokens, draft_topk_probs=torch.zeros_like(proposal.draft_topk_probs))
 
     step, expected = run_step({"top_p": 0.95}, change=given), distribution(TARGET[0], {"top_p": 0.95})
     assert p_value(step.tokens(0), expected) > 1e-3
@@ -213,7 +220,7 @@ def test_a_drafter_that_gives_no_distribution_changes_no_distribution(value: flo
     if value < 0:
         broken[0] = value
     step = run_step({}, drafter=broken)
-    assert step.proposal.chances is not None and step.proposal.chances.isfinite().all()
+    assert step.proposal.draft_topk_probs is not None and step.proposal.draft_topk_probs.isfinite().all()
     assert p_value(step.tokens(0), distribution(TARGET[0], {})) > 1e-3
 
 
@@ -227,8 +234,8 @@ def test_the_same_distribution_is_always_accepted() -> None:
 
     def certain(proposal: Proposal[Tensor]) -> Proposal[Tensor]:
         """q is p and a hair more on every choice, so that every draft is rejected and no residual is left."""
-        assert proposal.chances is not None
-        return replace(proposal, chances=1e6 * proposal.chances)
+        assert proposal.draft_topk_probs is not None
+        return replace(proposal, draft_topk_probs=1e6 * proposal.draft_topk_probs)
 
     step = run_step({}, target=target, drafter=target[:K], change=certain, num_requests=300)
     assert set(step.acceptance.emitted_tokens[:, 0].unique().tolist()) <= {4, 5, 6}
@@ -237,8 +244,8 @@ def test_the_same_distribution_is_always_accepted() -> None:
 def test_drafts_of_a_draft_vocabulary_are_tested_by_the_targets_ids() -> None:
     ids = torch.tensor([1, 2, 5, 6, 8])
     step = run_step({}, drafter=DRAFTER[:, ids], draft_to_target=ids)
-    assert step.proposal.choices is not None
-    assert set(step.proposal.choices.unique().tolist()) == set(ids.tolist())
+    assert step.proposal.draft_topk_ids is not None
+    assert set(step.proposal.draft_topk_ids.unique().tolist()) == set(ids.tolist())
     assert p_value(step.tokens(0), distribution(TARGET[0], {})) > 1e-3
     q = torch.zeros(VOCAB_SIZE).scatter(0, ids, (DRAFTER[0, ids] / TEMPERATURE).softmax(0))
     agreed = float(torch.minimum(distribution(TARGET[0], {}), q).sum())
@@ -261,8 +268,10 @@ def test_other_requests_of_the_step_are_sampled_as_if_nobody_tested() -> None:
     ]
     drafts = torch.tensor([[1, 2], [3, 4], [5, 6]])
     inputs = verify_inputs(mixed, drafts)
-    choices = torch.arange(NUM_CHOICES).repeat(3, K).int()
-    tested = replace(inputs, choices=choices, chances=torch.full(choices.shape, 1 / NUM_CHOICES))
+    draft_topk_ids = torch.arange(DRAFT_TOPK).repeat(3, K).int()
+    tested = replace(
+        inputs, draft_topk_ids=draft_topk_ids, draft_topk_probs=torch.full(draft_topk_ids.shape, 1 / DRAFT_TOPK)
+    )
     logits = TARGET.repeat(3, 1)
     expected = sample_and_accept(logits, replace(inputs, draft_stream=torch.zeros(3).int()))
     found = sample_and_accept(logits, tested)

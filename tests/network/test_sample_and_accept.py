@@ -170,7 +170,7 @@ def test_greedy_and_sampled_requests_share_a_step(drawn_first: bool) -> None:
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_drafts_made_one_at_a_time_are_those_made_together(draft_stream: int, is_reduced: bool) -> None:
     """As a chain makes them: slot by slot, each with the noise of its own place."""
-    num_drafts, num_choices = WIDTH - 1, 4
+    num_drafts, draft_topk = WIDTH - 1, 4
     seeds = list(range(20))
     rows = [[1, 2, 3, 4]] * len(seeds)
     inputs = step_inputs(rows, context_lens=seeds, num_candidates=[3] * len(seeds), temperature=0.8, seeds=seeds)
@@ -180,20 +180,22 @@ def test_drafts_made_one_at_a_time_are_those_made_together(draft_stream: int, is
     draft_to_target = torch.tensor([1, 2, 3, 5, 7, 8, 11, 15]) if is_reduced else None
     size = VOCAB_SIZE if draft_to_target is None else len(draft_to_target)
     logits = torch.randn(len(seeds), num_drafts, size, generator=generator)
-    together = draft_tokens(logits.flatten(0, 1), inputs, acceptance, draft_to_target, num_choices=num_choices)
+    together = draft_tokens(logits.flatten(0, 1), inputs, acceptance, draft_to_target, draft_topk=draft_topk)
     alone = [
         draft_tokens(
             logits[:, slot].contiguous(),
             inputs,
             acceptance,
             draft_to_target,
-            num_choices=num_choices,
+            draft_topk=draft_topk,
             first_slot=slot + 1,
         )
         for slot in range(num_drafts)
     ]
     assert torch.equal(torch.cat([each.tokens for each in alone], 1), together.tokens)
-    assert not torch.equal(together.tokens, logits.argmax(2)) and (together.choices is None) == (draft_stream == 0)
+    assert not torch.equal(together.tokens, logits.argmax(2)) and (together.draft_topk_ids is None) == (
+        draft_stream == 0
+    )
     if draft_stream == 0 and not is_reduced:  # the noise in which a target of the same logits gives the same tokens
         starts = acceptance.next_context_lens.tolist()
         verifying = step_inputs(
@@ -201,6 +203,6 @@ def test_drafts_made_one_at_a_time_are_those_made_together(draft_stream: int, is
         )
         of_target = torch.cat([logits, logits[:, :1]], 1).flatten(0, 1)
         assert torch.equal(accept(of_target, verifying).emitted_tokens[:, :num_drafts], together.tokens)
-    if together.choices is not None:
-        assert torch.equal(torch.cat([each.choices for each in alone], 1), together.choices)
-        torch.testing.assert_close(torch.cat([each.chances for each in alone], 1), together.chances)
+    if together.draft_topk_ids is not None:
+        assert torch.equal(torch.cat([each.draft_topk_ids for each in alone], 1), together.draft_topk_ids)
+        torch.testing.assert_close(torch.cat([each.draft_topk_probs for each in alone], 1), together.draft_topk_probs)

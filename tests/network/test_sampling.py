@@ -95,10 +95,10 @@ def test_drafts_of_the_targets_distribution_are_its_own_tokens_whatever_the_filt
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(2))
     expected = sample_and_accept(logits, inputs).emitted_tokens
     before = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, inputs.positions))
-    assert draft_tokens(logits, inputs, before, None, num_choices=4).tokens.tolist() == expected.tolist()
+    assert draft_tokens(logits, inputs, before, None, draft_topk=4).tokens.tolist() == expected.tolist()
     later = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, inputs.positions + 1))
     # the negative control: another position's noise
-    other = draft_tokens(logits, inputs, later, None, num_choices=4).tokens.tolist()
+    other = draft_tokens(logits, inputs, later, None, draft_topk=4).tokens.tolist()
     assert other[0] == expected[0].tolist() and other[1] != expected[1].tolist() != other[2]
 
 
@@ -108,7 +108,7 @@ def test_a_draft_vocabulary_has_the_noise_of_the_targets_tokens():
     to_target = torch.tensor([3, 90, 91, 200, 399])
     target = torch.full((50, 400), -30.0).index_fill(1, to_target, 1.0)
     acceptance = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, inputs.positions))
-    drafts = draft_tokens(torch.ones(50, 5), inputs, acceptance, to_target, num_choices=4).tokens
+    drafts = draft_tokens(torch.ones(50, 5), inputs, acceptance, to_target, draft_topk=4).tokens
     assert drafts.tolist() == sample_and_accept(target, inputs).emitted_tokens.tolist()
     assert len(set(drafts.flatten().tolist())) == 5
 

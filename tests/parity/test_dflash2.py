@@ -179,7 +179,7 @@ def reference_pairs(model: Any, draft: Any, anchor: int, num_slots: int) -> torc
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_drawn_apart_are_of_the_candidates_and_chances_of_the_reference(
+def test_drafts_are_of_the_candidates_and_probabilities_of_the_reference(
     tmp_path: Path, target: Path, name: str
 ) -> None:
     """Every slot of a path, as soon as the reference samples the same one."""
@@ -191,9 +191,12 @@ def test_drafts_drawn_apart_are_of_the_candidates_and_chances_of_the_reference(
     torch.manual_seed(0)
     proposals = (reference_proposal(*models, PROMPT, anchor, temperature=TEMPERATURE, num_slots=3) for _ in range(2000))
     candidates, q = next((ids, q[0]) for path, ids, q in proposals if tuple(path) == result.draft_tokens)
-    choices, chances = (x[0].view(2, -1) for x in (executor._slots.choices, executor._slots.chances))
+    draft_topk_ids, draft_topk_probs = (
+        x[0].view(2, -1) for x in (executor._slots.draft_topk_ids, executor._slots.draft_topk_probs)
+    )
     found, expected = (
-        torch.zeros(2, 12).scatter(1, ids.long(), weights) for ids, weights in ((choices, chances), (candidates, q))
+        torch.zeros(2, 12).scatter(1, ids.long(), weights)
+        for ids, weights in ((draft_topk_ids, draft_topk_probs), (candidates, q))
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # measured 2e-6
     assert (found - expected.flip(0)).abs().max() > 1e-3  # the negative control: the other slot's

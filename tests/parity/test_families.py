@@ -5,6 +5,7 @@ transformers gives tokens and the outputs of the layers, PyPI `dflash` the draft
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.factories import make_target, make_zlab_drafter
 from tests.parity import test_gemma as gemma
 from tests.parity.corners import CORNERS
 from tests.parity.test_dflash import BLOCK, NUM_NEW, PROMPT, expected_blocks
-from tests.parity.test_llama4 import greedy, model_of
+from tests.parity.test_llama4 import model_of
 from tests.parity.test_speculators import layer_outputs
 from tests.traces import GREEDY, PROMPTS, integers, logprobs, trace
 
@@ -63,11 +64,19 @@ class Pair:
         return self.root / "drafter"
 
 
-@pytest.fixture(
+ALL_CORNERS = [(family, corner) for family, corners in CORNERS.items() for corner in corners]
+FIRST_CORNERS = pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(each, id=": ".join(each), marks=[pytest.mark.slow] * (each[1] != next(iter(CORNERS[each[0]]))))
+        for each in ALL_CORNERS
+    ],
+    indirect=True,
     scope="module",
-    params=[(family, corner) for family, corners in CORNERS.items() for corner in corners],
-    ids=": ".join,
 )
+
+
+@pytest.fixture(scope="module", params=ALL_CORNERS, ids=": ".join)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family, corner = request.param
     pair = Pair(tmp_path_factory.mktemp("pair"), family, is_first=corner == next(iter(CORNERS[family])))
@@ -106,14 +115,24 @@ def test_the_outputs_of_all_layers_are_those_of_transformers(pair: Pair, tmp_pat
     assert (found[1] - expected[1]).abs().max() > 100 * TOLERANCE
 
 
+@torch.no_grad()
+def greedy_tokens(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    """What transformers chooses after the prompt and after each of `tokens` but the last."""
+    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits
+    return list(logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist())
+
+
+@FIRST_CORNERS
 def test_prompts_around_the_end_of_a_page_have_the_tokens_of_transformers(pair: Pair) -> None:
     """In mixed batches; the longest prompt is longer than every window. Negative controls: a family's own tests."""
-    model = model_of(pair.target)
-    expected = [greedy(model, prompt) for prompt in gemma.PROMPTS]
-    assert len({tuple(tokens) for tokens in expected}) > 1
     executor = make_executor(pair.target, pair.drafter, max_batch_size=4)
-    for num_draft_tokens in (0, 1, BLOCK - 1):
-        assert gemma.tokens_of(executor, num_draft_tokens) == expected
+    texts = gemma.tokens_of(executor, num_draft_tokens=0)
+    assert len({tuple(tokens) for tokens in texts}) > 1
+    model = model_of(pair.target)
+    for prompt, tokens in zip(gemma.PROMPTS, texts, strict=True):
+        assert greedy_tokens(model, prompt, tokens) == tokens
+    for num_draft_tokens in (1, BLOCK - 1):
+        assert gemma.tokens_of(executor, num_draft_tokens) == texts
 
 
 def test_drafts_are_those_of_dflash(pair: Pair) -> None:
@@ -121,6 +140,7 @@ def test_drafts_are_those_of_dflash(pair: Pair) -> None:
     assert run.blocks == expected_blocks(pair.target, pair.drafter, run.tokens, run.blocks)
 
 
+@FIRST_CORNERS
 def test_two_ranks_compute_what_one_does(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One K/V head, where a family can have so few, is held by both."""
     with opened(build(pair.root, tp_size=1)) as one, opened(build(pair.root, tp_size=2)) as two:

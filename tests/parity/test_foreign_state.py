@@ -213,7 +213,7 @@ def slot_tensors(executor: AnyExecutor) -> Iterator[Tensor]:
             if isinstance(cache, RecurrentCache):
                 yield from cache.tensors.values()
         slots = executor._slots if isinstance(executor, TorchExecutor) else executor._staging.slots
-    yield from (slots.token_ids, slots.choices, slots.chances, slots.context_lens)
+    yield from (slots.token_ids, slots.draft_topk_ids, slots.draft_topk_probs, slots.context_lens)
     rules = None if isinstance(executor, TorchExecutor | TensorRTExecutor) else executor._rules._tensors
     if rules is not None:  # `has_rules` is the host's word on the others
         yield from (getattr(rules, item.name) for item in fields(rules) if item.name != "has_rules")

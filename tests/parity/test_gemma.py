@@ -218,7 +218,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
 
 
 def texts_of(engine: EngineDir) -> list[list[int]]:
-    with LLM(engine.path, kv_cache_bytes=1 << 20, num_draft_tokens=3) as llm:
+    with LLM(engine.path, kv_cache_bytes=1 << 20, draft_length=3) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
     return [list(output.token_ids) for output in outputs]

@@ -4,7 +4,7 @@ Every step is compared with one forward pass over the tokens so far, without a c
 tokens was folded into shows in the next taps. States themselves are compared with those of a prefill.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,11 @@ class Observed:
         self.taps: dict[int, Tensor] = {}
         observe = DFlashDrafter.observe
 
-        def record(
-            drafter: Any, ops: Any, tokens: Any, taps: Sequence[Tensor], rows: Any, acceptance: Any, state: Any
-        ) -> None:
-            for row, position in enumerate(rows.positions.tolist()):
+        def record(drafter: Any, ops: Any, tokens: Any, target: Any, acceptance: Any, state: Any) -> None:
+            for row, position in enumerate(target.rows.positions.tolist()):
                 if position < int(acceptance.next_context_lens[0]):
-                    self.taps[position] = torch.cat([tap[row] for tap in taps])
-            observe(drafter, ops, tokens, taps, rows, acceptance, state)
+                    self.taps[position] = torch.cat([tap[row] for tap in target.taps])
+            observe(drafter, ops, tokens, target, acceptance, state)
 
         monkeypatch.setattr(DFlashDrafter, "observe", record)
 

@@ -1,4 +1,4 @@
-"""Laws 2 and 4 where drafts are drawn apart: texts follow the target through scheduler and loops, whatever drafts."""
+"""Laws 2 and 4 with rejection sampling: texts follow the target through scheduler and loops, whatever drafts."""
 
 import itertools
 from collections.abc import Sequence
@@ -107,8 +107,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-@pytest.mark.parametrize("filters", [{}, {"temperature": 0.7, "top_k": 3}], ids=["unfiltered", "top_k"])
+TOP_K = {"temperature": 0.7, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("mode", "filters"),
+    [
+        *(pytest.param(mode, {}, id=name) for name, mode in MODES.items()),
+        *(
+            pytest.param(mode, TOP_K, id=f"{name}, top_k", marks=pytest.mark.slow if mode else ())
+            for name, mode in MODES.items()
+        ),
+    ],
+)
 def test_texts_follow_the_targets_distribution(
     executor: TorchExecutor, logprobs: Tensor, mode: dict[str, Any], filters: dict[str, Any]
 ) -> None:
@@ -121,18 +132,18 @@ def test_texts_follow_the_targets_distribution(
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("fault", ["chances of the token before", "chances of an earlier step"])
-def test_a_slot_that_keeps_the_wrong_chances_is_noticed(
+@pytest.mark.parametrize("fault", ["draft_topk_probs of the token before", "draft_topk_probs of an earlier step"])
+def test_a_slot_that_keeps_the_wrong_probabilities_is_noticed(
     tmp_path: Path, target: Path, logprobs: Tensor, monkeypatch: pytest.MonkeyPatch, name: str, fault: str
 ) -> None:
     """The negative controls."""
     honest = DeviceSlots.store
 
     def store(slots: DeviceSlots, slot_ids: Tensor, bonus: Tensor, proposal: Any, context_lens: Tensor) -> None:
-        if proposal is not None and proposal.chances is not None:
-            kept = slots.chances[slot_ids, : proposal.chances.shape[1]]
-            moved = proposal.chances.roll(1, 1) if "token before" in fault else kept
-            proposal = replace(proposal, chances=torch.where(kept.sum() > 0, moved, proposal.chances))
+        if proposal is not None and proposal.draft_topk_probs is not None:
+            kept = slots.draft_topk_probs[slot_ids, : proposal.draft_topk_probs.shape[1]]
+            moved = proposal.draft_topk_probs.roll(1, 1) if "token before" in fault else kept
+            proposal = replace(proposal, draft_topk_probs=torch.where(kept.sum() > 0, moved, proposal.draft_topk_probs))
         honest(slots, slot_ids, bonus, proposal, context_lens)
 
     monkeypatch.setattr(DeviceSlots, "store", store)
@@ -171,16 +182,16 @@ def test_a_step_that_runs_again_gives_the_same_and_stores_the_same(executor: Tor
         found.append((tokens_of(executor.submit(verify).result()), [x.clone() for x in executor._slots.tensors]))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    num_choices = executor.limits.num_choices
-    chances = executor._slots.chances[:3, : 3 * num_choices].view(3, 3, num_choices)
-    torch.testing.assert_close(chances.sum(2), torch.ones(3, 3))
+    draft_topk = executor.limits.draft_topk
+    draft_topk_probs = executor._slots.draft_topk_probs[:3, : 3 * draft_topk].view(3, 3, draft_topk)
+    torch.testing.assert_close(draft_topk_probs.sum(2), torch.ones(3, 3))
 
 
 def tokens_of(result: Any) -> Sequence[Any]:
     return result.emitted_tokens.tolist(), result.num_accepted.tolist(), result.draft_tokens.tolist()
 
 
-def test_a_step_without_such_requests_keeps_no_chances(executor: TorchExecutor) -> None:
+def test_a_step_without_such_requests_keeps_no_probabilities(executor: TorchExecutor) -> None:
     """And costs nothing for them."""
     seen: list[Proposal[Tensor]] = []
     slots = executor._slots
@@ -189,7 +200,7 @@ def test_a_step_without_such_requests_keeps_no_chances(executor: TorchExecutor) 
         patch.setattr(slots, "store", lambda *given: seen.append(given[2]) or honest(*given))
         part = Decoding(executor, [*PROMPT], (0, 1), StepSampling(temperature=1.0, seed=4)).prefill_part(9)
         run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=3))
-    assert seen[0].choices is None and seen[0].chances is None
+    assert seen[0].draft_topk_ids is None and seen[0].draft_topk_probs is None
 
 
 @pytest.mark.parametrize("mode", ["plain", "overlapped"])

@@ -183,7 +183,7 @@ def test_a_tensorrt_engine_has_memory_for_what_drafts_are_drawn_from(tmp_path: P
     _, executor = make_executors(make_pair(tmp_path, "qwen3"), torch.device("cpu"))
     config, limits = described(executor)
     steps = rank_memory.executor_limits(config, limits)
-    elements = steps.max_batch_size * steps.max_draft_len * steps.num_choices
+    elements = steps.max_batch_size * steps.max_draft_len * steps.draft_topk
     extra = rank_memory.buffers_bytes(steps, has_nodes=True) - rank_memory.buffers_bytes(steps)
     assert 0 < 8 * elements <= extra < 8 * elements + 512  # sections begin at multiples of 256 bytes
 
@@ -192,7 +192,8 @@ def test_a_tensorrt_engine_has_memory_for_what_drafts_are_drawn_from(tmp_path: P
 def test_a_rank_of_two_has_the_workspaces_of_half_of_the_heads(tmp_path: Path, family: Family) -> None:
     sizes = ONE_GROUP if family == "deepseek_v3" else {}
     specs, mapping = read_specs(make_target(tmp_path, family=family, tokenizer=False, **sizes), None), TWO_RANKS
-    half = specs.target.model_copy(update={"layers": tuple(layer.shard(mapping) for layer in specs.target.layers)})
+    layers = [layer.model_copy(update={"mixer": layer.mixer.shard(mapping)}) for layer in specs.target.layers]
+    half = specs.target.model_copy(update={"layers": tuple(layers)})
     limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=32, max_draft_len=3, page_size=16)
     workspaces = []
     for config in (

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.plan.attention_work import MixingWork
 from dflash_trt.plan.gpus import Gpu, gpu_of
+from dflash_trt.plan.kernel_fits import FittedKernels
+from dflash_trt.plan.kernel_tables import KernelTables
 from dflash_trt.plan.machine_file import MachineFile
-from dflash_trt.plan.step_costs import ASSUMPTIONS, StepClock, StepCosts, StepTime, assumed_costs
+from dflash_trt.plan.step_costs import StepClock, StepCosts, StepTime, assumed_costs, assumptions_of
 from dflash_trt.plan.step_floor import StepFloor
-from dflash_trt.plan.step_work import Product, StepWork
+from dflash_trt.plan.step_work import Exchange, Product, StepWork
 from tests.plan.test_machine_file import MACHINE
 
 GPU = Gpu(
@@ -49,8 +53,20 @@ WORK = StepWork(
     num_logits=10_000,
     num_layers=100_000,
     num_passes=1_000_000,
-    exchange_bytes=200.0,
-    num_exchanges=8,
+    num_ranks=2,
+    mixings=(
+        MixingWork(
+            mixer=None,
+            times=1,
+            num_bytes=600.0,
+            flops=900.0,
+            num_tokens=np.ones(3),
+            num_seen=np.ones(3),
+            block_size=1,
+            kv_itemsize=2,
+        ),
+    ),
+    exchanges=(Exchange(kind="all_reduce", count=8, rows=4, features=5, num_bytes=200.0),),
 )
 
 
@@ -68,6 +84,7 @@ def test_a_step_takes_the_sum_of_its_parts() -> None:
         exchange_s=200 / 50 + 8 * 0.25,
         host_s=19 + 3 * 23,
         is_host_hidden=False,
+        known_s={"rates of g": pytest.approx(69 + operators_s + 6)},
     )
     assert found.device_s == pytest.approx(69 + operators_s + 6)
     assert found.total_s == pytest.approx(found.device_s + 88)
@@ -102,7 +119,7 @@ def test_weights_are_read_as_wide_and_as_fast_as_the_machine_keeps_them() -> Non
 
 def test_a_rank_alone_needs_no_links() -> None:
     lone = replace(GPU, link_bytes_per_s=None)
-    assert StepClock(lone, COSTS).time(replace(WORK, exchange_bytes=0.0, num_exchanges=0)).exchange_s == 0
+    assert StepClock(lone, COSTS).time(replace(WORK, exchanges=())).exchange_s == 0
     with pytest.raises(ConfigError, match="g: expected a bandwidth between ranks, found none"):
         StepClock(lone, COSTS).time(WORK)
 
@@ -113,24 +130,23 @@ def test_a_floor_waits_for_the_longer_of_memory_and_compute_and_then_for_the_lin
     assert (found.total_s, replace(found, memory_s=5.0).total_s) == (7.0, 9.0)
 
 
-def test_assumed_costs_are_those_that_the_assumptions_name() -> None:
+def test_a_clock_says_what_its_times_rest_on() -> None:
     gpu = gpu_of("h200")
-    costs, said = assumed_costs(gpu), " ".join(ASSUMPTIONS)
-    assert costs.product_rates == {1: pytest.approx(0.6 * 989e12)} and costs.product_memory_fraction == 0.8
-    assert costs.kv_s_per_byte == pytest.approx(1 / (0.8 * 4.8e12))
-    assert costs.mixing_s_per_flop == pytest.approx(1 / (0.4 * 989e12))
-    assert costs.logit_s == pytest.approx(3 * 2 / 4.8e12), "written once, read twice"
-    kernels = [round(seconds / 2.5e-6) for seconds in (costs.layer_s, costs.pass_s, costs.step_s)]
-    assert (
-        "takes 2.5 us beside its bytes and FLOPs: {} a layer, {} a pass of the drafter, {} a step".format(*kernels)
-        in said
+    costs = assumed_costs(gpu)
+    assert costs.is_host_hidden and costs.logit_s == pytest.approx(3 * 2 / 4.8e12), "written once, read twice"
+    fitted, measured = (
+        " ".join(assumptions_of(StepClock(gpu, costs, kernels)))
+        for kernels in ([FittedKernels(gpu)], [KernelTables.__new__(KernelTables)])
     )
-    assert f"an exchange between ranks takes {1e6 * costs.exchange_latency_s:g} us" in said
-    assert (
-        f"the host takes {1e6 * costs.host_step_s:g} us a step and {1e6 * costs.host_request_s:g} us a request" in said
-    )
-    assert "reach 80% of the datasheet's bandwidth, GEMMs 60% and attention 40%" in said
-    assert costs.is_host_hidden and (costs.activation_s_per_byte, costs.token_s, costs.request_s) == (0, 0, 0)
+    assert "by fits to NVIDIA's measurements. pip install 'dflash-trt[silicon]'" in fitted
+    assert assumptions_of(StepClock(gpu, costs)) == ("step times are from the machine file, one device a rank",)
+    assert "as NVIDIA measured them (aiconfigurator-core 0.12.0)" in measured
+    for said in (fitted, measured):
+        assert f"take {1e6 * costs.layer_s:g} us a layer" in said
+        assert (
+            f"the host takes {1e6 * costs.host_step_s:g} us a step and {1e6 * costs.host_request_s:g} us a request"
+            in said
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.plugins import GATED_DELTA
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.state_spec import Recurrent
+from dflash_trt.kernels.programs import GATED_DELTA
 from dflash_trt.network.ops import DeltaParameters
 from dflash_trt.network.state import RecurrentCache
-from tests.trt.networks import view_at
+from tests.trt.host_memory import view_at
 
 NET = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=24, conv_size=4)
 NUM_RECORDS, NUM_SLOTS = 4, 5
@@ -66,7 +66,7 @@ class DeltaCase:
             "context_lens": torch.tensor(self.context_lens, dtype=torch.int32),
         }
         fields = {"state": FIRST_STATE, "num_records": NUM_RECORDS, "num_key_heads": NET.num_key_heads, "eps": EPS}
-        return {name: inputs[name].to(device) for name in GATED_DELTA.inputs}, fields, list(tensors.values())
+        return {name: inputs[name].to(device) for name in GATED_DELTA.input_names}, fields, list(tensors.values())
 
 
 def state_spec(dtype: torch.dtype = torch.float32) -> Recurrent:

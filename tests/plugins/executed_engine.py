@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.sequence_batch import sequence_batch
-from dflash_trt.backends.tensorrt import self_test
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
-from dflash_trt.backends.tensorrt.plugins import PLUGINS
 from dflash_trt.core.batch import StepSampling, run_batch
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.kernels.programs import PROGRAMS
+from scripts import tensorrt_self_test as self_test
 from tests import engines
 from tests.engines import decode, make_executor
 from tests.factories import make_target
@@ -40,7 +40,6 @@ from tests.traces import GREEDY, integers, trace
 from tests.trt import networks
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN
-from tests.trt.test_plugins import define_with_plugins
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM, LIMITS
 
@@ -55,7 +54,7 @@ class LibraryNodes:
 
     def __init__(self, library: PluginLibrary) -> None:
         self._library = library
-        self._inputs = {plugin.name: plugin.inputs for plugin in PLUGINS}
+        self._inputs = {plugin.name: plugin.input_names for plugin in PROGRAMS}
 
     def __call__(self, node: Any, given: list[Tensor]) -> list[Tensor]:
         named = {name: tensor.contiguous() for name, tensor in zip(self._inputs[node.name], given, strict=True)}
@@ -64,7 +63,8 @@ class LibraryNodes:
 
 
 def open_engine(pair: Any, nodes: LibraryNodes, *, pages: Any = None, spoil: Any = None, **options: Any) -> Any:
-    defined, plugin_nodes = define_with_plugins(tensorrt_rtx, *pair, pages=pages, **options)
+    defined = networks.define_pair(tensorrt_rtx, *pair, pages=pages, **options)
+    plugin_nodes = defined.nodes
     if spoil is not None:
         spoil(plugin_nodes)
     limits = ExecutorLimits(
@@ -75,7 +75,7 @@ def open_engine(pair: Any, nodes: LibraryNodes, *, pages: Any = None, spoil: Any
         page_size=LIMITS.page_size,
         num_pages=64,
     )
-    engine = FakeEngine(defined, LIMITS, plugins=(plugin_nodes, nodes))
+    engine = FakeEngine(defined, LIMITS, run_node=nodes)
     contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=(), device=CPU)
     return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
 
@@ -193,7 +193,7 @@ def chain(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
     late_rows = open_engine(pair, nodes, **options)
     return {
         "tokens": same_tokens(open_engine(pair, nodes, **options), pair),
-        "drawn apart": chained_steps(open_engine(pair, nodes, **options), pair, self_test.APART),
+        "rejection sampling": chained_steps(open_engine(pair, nodes, **options), pair, self_test.REJECTION),
         "canary": canary(open_engine(pair, nodes, **options)),
         "a page late": late(late_rows, "draft_features"),
     }
@@ -241,7 +241,7 @@ def main() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         score_as(patch, SCORES["sinks, a scale and a soft cap"], engines, networks)
         results["tokens"]["sinks, a scale and a soft cap"] = same_tokens(open_engine(pair, nodes), pair)
-    results["drawn apart"] = chained_steps(open_engine(pair, nodes), pair, self_test.APART)
+    results["rejection sampling"] = chained_steps(open_engine(pair, nodes), pair, self_test.REJECTION)
     results["canary"]["with drafts"] = canary(open_engine(pair, nodes))
     results["canary"]["without drafts"] = canary(open_engine(pair, nodes, max_draft_len=0))
     results["canary"]["an address of 0"] = without_address(pair, nodes)

@@ -31,7 +31,7 @@ from tests.plugins.expert_cases import ExpertsCase
 from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.latent_cases import LatentCase
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
-from tests.trt.test_plugins import PluginReference
+from tests.trt.plugin_reference import PluginReference
 
 
 class _Launch(ctypes.Structure):
@@ -218,8 +218,8 @@ def at_the_end_of_memory(x: Tensor) -> Tensor:
 
 def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
     node_ = type("Node", (), {"name": name, "fields": fields})
-    contracts = PluginReference().contracts
-    outputs = PluginReference()(node_, [inputs[key].clone() for key in contracts[name].inputs])
+    programs = PluginReference().programs
+    outputs = PluginReference()(node_, [inputs[key].clone() for key in programs[name].input_names])
     return [] if name == "WriteDraftContext" else outputs  # its output has no value
 
 

@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.plugins import EXPERTS
 from dflash_trt.formats.int4 import Int4, Int4Weight
 from dflash_trt.formats.mxfp4 import Mxfp4, Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight, Nvfp4WeightOnly
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.programs import EXPERTS
 from dflash_trt.kernels.routing_launch import KINDS
 from plugins.aot.experts_variants import ExpertsKernels, MatrixKernels
 from tests.kernels.packed_weights import FORMS, make_weight
@@ -114,7 +114,7 @@ class ExpertsCase:
                 f"{prefix}_has_input_scale": int(matrix.input_scale is not None),
                 f"{prefix}_has_bias": int(matrix.bias is not None),
             }
-        return {name: inputs[name] for name in EXPERTS.inputs}, fields
+        return {name: inputs[name] for name in EXPERTS.input_names}, fields
 
 
 CASES = {

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.plugins import ATTEND_LATENTS
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.launch_rules import min_direct_rows
+from dflash_trt.kernels.programs import ATTEND_LATENTS
 from plugins.aot.latent_variants import LatentKernels
-from tests.trt.networks import view_at
+from tests.trt.host_memory import view_at
 
 LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM = 24, 8, 16, 12
 PAGE_SIZE = 4
@@ -95,7 +95,7 @@ class LatentCase:
         fields = {"state": STATE, "page_type": int(self.has_fp8_pages), "page_size": PAGE_SIZE}
         fields |= {"latent_dim": LATENT_DIM, "max_verify_rows": self.max_verify_rows}
         reals = {"k_scale": scale, "score_scale": 0.2}
-        return {name: inputs[name].to(device) for name in ATTEND_LATENTS.inputs}, fields | reals, pages
+        return {name: inputs[name].to(device) for name in ATTEND_LATENTS.input_names}, fields | reals, pages
 
 
 CASES = {

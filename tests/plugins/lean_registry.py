@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
-from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, make_plugin, missing_plugins
+from dflash_trt.backends.tensorrt.plugins import make_plugin, missing_plugins
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.kernels.programs import NAMESPACE, PROGRAMS, VERSION
 
 
 class Logger:
@@ -42,19 +43,19 @@ def report(trt: Any, library: Path) -> dict[str, Any]:
         load_plugin_library(trt, library)
     except DFlashError as error:
         return {"version": trt.__version__, "missing_before": before, "error": str(error)}
-    creators = {name.name: registry.get_creator(name.name, PLUGIN_VERSION, PLUGIN_NAMESPACE) for name in PLUGINS}
+    creators = {name.name: registry.get_creator(name.name, VERSION, NAMESPACE) for name in PROGRAMS}
     return {
         "version": trt.__version__,
         "missing_before": before,
         "missing_after": list(missing_plugins(registry)),
         "found_elsewhere": [
-            plugin.name for plugin in PLUGINS if registry.get_creator(plugin.name, PLUGIN_VERSION, "") is not None
+            plugin.name for plugin in PROGRAMS if registry.get_creator(plugin.name, VERSION, "") is not None
         ],
         "fields": {
             name: [[field.name, field.type.name, field.size] for field in creator.field_names]
             for name, creator in creators.items()
         },
-        "made": {plugin.name: _valid(trt, plugin) for plugin in PLUGINS},
+        "made": {plugin.name: _valid(trt, plugin) for plugin in PROGRAMS},
         "refused": {name: _refused(trt, creator, name) for name, creator in creators.items()},
         "log": logger.lines,
     }
@@ -62,13 +63,15 @@ def report(trt: Any, library: Path) -> dict[str, Any]:
 
 def _valid(trt: Any, contract: Any) -> list[str]:
     """As the network makes it; what the registry's object says it is."""
-    plugin = make_plugin(trt, contract, name="node", fields=dict.fromkeys((*contract.fields, *contract.real_fields), 1))
+    plugin = make_plugin(
+        trt, contract, name="node", fields=dict.fromkeys((*contract.integer_fields, *contract.real_fields), 1)
+    )
     capability = plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
     return [capability.plugin_name, capability.plugin_version, capability.plugin_namespace]
 
 
 def _refused(trt: Any, creator: Any, name: str) -> dict[str, bool]:
-    contract = next(plugin for plugin in PLUGINS if plugin.name == name)
+    contract = next(plugin for plugin in PROGRAMS if plugin.name == name)
     int32, float32 = trt.PluginFieldType.INT32, trt.PluginFieldType.FLOAT32
 
     def is_refused(*fields: tuple[str, Any, Any]) -> bool:
@@ -84,11 +87,11 @@ def _refused(trt: Any, creator: Any, name: str) -> dict[str, bool]:
     def real(value: float) -> Any:
         return (ctypes.c_float * 1)(value)
 
-    valid = [(field, one(1), int32) for field in contract.fields]
+    valid = [(field, one(1), int32) for field in contract.integer_fields]
     valid += [(field, real(1.0), float32) for field in contract.real_fields]
     answers = {"unknown": is_refused(*valid, ("colour", one(1), int32))}
-    if contract.fields:
-        first = contract.fields[0]
+    if contract.integer_fields:
+        first = contract.integer_fields[0]
         answers |= {
             "missing": is_refused(*valid[1:]),
             "twice": is_refused(*valid, valid[0]),

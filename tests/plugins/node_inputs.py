@@ -28,7 +28,7 @@ class StepCase:
     is_causal: int = 0
     is_window_anchored: int = 0
     vocab_size: int = 5000
-    num_choices: int = 32
+    draft_topk: int = 32
     dtype: torch.dtype = torch.float32
     page_dtype: torch.dtype | None = None  # None: dtype
     k_scale: float = 1.0
@@ -71,7 +71,7 @@ CASES = {
     ),
     "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
     "chain": StepCase(num_tokens=(2, 5), context_lens=(0, 14), width=2, is_causal=1, first_key=1),
-    "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096, num_choices=0),
+    "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096, draft_topk=0),
 }
 ANCHORED = ("anchored window", "causal anchored window")
 # A case of the field, and another value of it.
@@ -128,7 +128,7 @@ class NodeInputs:
         inputs |= {"state_pools": self._pools(), "context_lens": self._integers(case.context_lens)}
         inputs |= self._layout() | {"sinks": self._sinks()}
         fields = {name: getattr(case, name) for name in ("window", "chunk", "has_sinks", "shares_kv")}
-        return inputs, self._page_fields() | case.scores | fields
+        return inputs, self._page_fields() | case.scores | fields | {"max_verify_rows": case.width}
 
     def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
@@ -185,27 +185,30 @@ class NodeInputs:
                 "token_offsets": layout["token_offsets"],
             }
         )
-        return inputs, {"num_choices": case.num_choices}
+        return inputs, {"draft_topk": case.draft_topk}
 
     def _drawn(self, logits: Tensor, token_ids: Tensor, starts: list[int], verifies: list[bool]) -> dict[str, Tensor]:
-        """The likeliest tokens as choices of every draft, of which half of those that verify are now drafts."""
+        """The likeliest tokens as candidates of every draft, of which half of those that verify are now drafts."""
         case, requests = self.case, len(self.case.num_tokens)
-        if case.num_choices == 0 or case.width == 1:
-            shape = (1, 1) if case.num_choices == 0 else (requests, 0)
+        if case.draft_topk == 0 or case.width == 1:
+            shape = (1, 1) if case.draft_topk == 0 else (requests, 0)
             nothing = torch.full(shape, torch.nan)
-            return {"choices": nothing.nan_to_num(-1).int().to(self._device), "chances": nothing.to(self._device)}
-        best = logits.float().cpu().view(requests, case.width, -1)[:, :-1].topk(case.num_choices, dim=2).indices
-        chances = torch.rand(best.shape, generator=self._random).softmax(dim=2)
+            return {
+                "draft_topk_ids": nothing.nan_to_num(-1).int().to(self._device),
+                "draft_topk_probs": nothing.to(self._device),
+            }
+        best = logits.float().cpu().view(requests, case.width, -1)[:, :-1].topk(case.draft_topk, dim=2).indices
+        draft_topk_probs = torch.rand(best.shape, generator=self._random).softmax(dim=2)
         for r, start in enumerate(starts):
             for j in range(case.width - 1):
                 if verifies[r] and torch.rand((), generator=self._random) < 0.5:
-                    place = int(torch.randint(case.num_choices, (), generator=self._random))
+                    place = int(torch.randint(case.draft_topk, (), generator=self._random))
                     token_ids[start + j + 1] = best[r, j, place]
-        columns = {"choices": best.int(), "chances": chances}
+        columns = {"draft_topk_ids": best.int(), "draft_topk_probs": draft_topk_probs}
         return {name: values.flatten(1).contiguous().to(self._device) for name, values in columns.items()}
 
     def draft_tokens(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """`width` rows of each request; of a draft vocabulary in the cases of a window. A request draws apart."""
+        """`width` rows of each request; of a draft vocabulary in the cases of a window. One request uses rejection."""
         case, has_map = self.case, int(self.case.window > 0)
         sampling = self._sampling()
         targets = torch.randperm(2 * case.vocab_size, generator=self._random)[: case.vocab_size].sort().values
@@ -216,12 +219,12 @@ class NodeInputs:
             "draft_stream": sampling["draft_stream"],
             "next_context_lens": self._next(),
             "draft_to_target": (targets if has_map else targets[:1]).to(self._device),
-        }, {"has_map": has_map, "num_choices": max(case.num_choices, 1)}
+        }, {"has_map": has_map, "draft_topk": max(case.draft_topk, 1)}
 
     def _sampling(self) -> dict[str, Tensor]:
-        """A greedy request, and two of two temperatures, in turn; the drafts of the last are drawn apart."""
+        """A greedy request, and two of two temperatures, in turn; the last uses rejection sampling."""
         requests = len(self.case.num_tokens)
-        choices = {
+        draft_topk_ids = {
             "temperature": ((0.0, 0.8, 1.3), torch.float32),
             "top_k": ((0, 40, 5), torch.int32),
             "top_p": ((1.0, 0.9, 0.95), torch.float32),
@@ -232,7 +235,7 @@ class NodeInputs:
         inputs = {name: tensor.to(self._device) for name, tensor in columns_off(requests).items()}
         return inputs | {
             name: torch.tensor([values[r % 3] for r in range(requests)], dtype=dtype, device=self._device)
-            for name, (values, dtype) in choices.items()
+            for name, (values, dtype) in draft_topk_ids.items()
         }
 
     def _layout(self) -> dict[str, Tensor]:

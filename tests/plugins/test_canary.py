@@ -37,11 +37,11 @@ def test_whole_steps_over_recurrent_states_give_torchs_tokens(results: dict[str,
 
 
 @pytest.mark.parametrize("drafter", ["dflash", "eagle3"])
-def test_chained_steps_that_draw_drafts_apart_give_torchs_tokens(results: dict[str, Any], drafter: str) -> None:
+def test_chained_steps_with_rejection_sampling_give_torchs_tokens(results: dict[str, Any], drafter: str) -> None:
     found = results if drafter == "dflash" else results["chain"]
     if found is None:
         pytest.skip("needs PyPI speculators, which writes the head")
-    assert re.match(r"12 steps, \d+ tokens equal", found["drawn apart"]), found["drawn apart"]
+    assert re.match(r"12 steps, \d+ tokens equal", found["rejection sampling"]), found["rejection sampling"]
 
 
 def test_an_engine_that_writes_its_slots_passes_and_others_are_refused_by_the_part(results: dict[str, Any]) -> None:

@@ -175,14 +175,14 @@ def test_prompts_that_begin_are_looked_for_where_there_may_be_one(results: dict[
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("head_dim", r"expected .*HEAD_DIM = 48.*, found only attention_float32_"),
+        ("head_dim", r"expected .*HEAD_DIM = 48.*, found only rotate_and_store_float32_"),
         ("score_scale", "score_scale: expected more than 0, found -1"),
         ("softcap", "softcap: expected 0 or more, found -1"),
-        ("no groups", "groups of experts: expected some of equal groups, with 3 experts, found 2 of 0"),
+        ("no groups", "field num_groups: expected 1 to 4096, found 0"),
         ("uneven groups", "groups of experts: expected some of equal groups, with 3 experts, found 2 of 3"),
         ("groups", "groups of experts: expected some of equal groups, with 3 experts, found 1 of 4"),
         ("odd head_dim", "head_dim: expected a multiple of 16, found 24"),
-        ("dtype", r"expected attended \*bf16"),
+        ("dtype", r"expected k \*bf16"),
         ("page_size", "page_size: expected a power of two, found 6"),
         ("heads", "q: expected a multiple of 2 heads, found 3"),
         ("requests", "REQUESTS >= 17"),

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, PluginContract
 from dflash_trt.kernels.attention_launch import work_slots, workspace_size
+from dflash_trt.kernels.programs import NAMESPACE, PROGRAMS, VERSION
+from dflash_trt.kernels.programs.program import TensorRule, flag
+from plugins.aot.programs import contract
 from tests.plugins.building import ROOT, BuiltLibrary, cuda_headers, run_python, tensorrt_headers
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.latent_cases import LATENT_DIM, NOPE_DIM, ROPE_DIM, VALUE_DIM, LatentCase
-from tests.plugins.node_inputs import CASES, NodeInputs
+from tests.plugins.node_inputs import CASES, NODES, NodeInputs
 
 # The C and C++ run-time libraries, and nothing of CUDA or TensorRT.
 NEEDED = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "libpthread.so.0"}
@@ -36,37 +38,24 @@ def needed(library: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.*)\]", listed))
 
 
-def same_contract(ours: tuple[PluginContract, ...], library: dict[str, Any]) -> bool:
-    theirs = tuple(
-        PluginContract(
-            name=plugin["name"],
-            inputs=tuple(plugin["inputs"]),
-            outputs=tuple(plugin["outputs"]),
-            fields=tuple(plugin["fields"]),
-            real_fields=tuple(plugin["real_fields"]),
-        )
-        for plugin in library["plugins"]
-    )
-    return ours == theirs and (library["namespace"], library["version"]) == (PLUGIN_NAMESPACE, PLUGIN_VERSION)
-
-
 def test_the_library_and_the_network_know_the_same_contract(built: BuiltLibrary) -> None:
-    assert same_contract(PLUGINS, PluginLibrary(built.kernels).contract)
+    assert PluginLibrary(built.kernels).contract == contract(PROGRAMS)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plugin: replace(plugin, inputs=(plugin.inputs[1], plugin.inputs[0], *plugin.inputs[2:])),
-        lambda plugin: replace(plugin, outputs=("seen",)),
-        lambda plugin: replace(plugin, fields=("states", *plugin.fields[1:])),
-        lambda plugin: replace(plugin, real_fields=plugin.real_fields[::-1]),
-        lambda plugin: replace(plugin, name="AttendPage"),
+        lambda program: replace(program, inputs=(program.inputs[1], program.inputs[0], *program.inputs[2:])),
+        lambda program: replace(program, inputs=(TensorRule("q", "F [T, heads]"), *program.inputs[1:])),
+        lambda program: replace(program, outputs=(TensorRule("seen", program.outputs[0].text),)),
+        lambda program: replace(program, fields=(flag("states"), *program.fields[1:])),
+        lambda program: replace(program, fields=program.fields[::-1]),
+        lambda program: replace(program, name="AttendPage"),
     ],
 )
 def test_a_contract_that_differs_anywhere_is_noticed(built: BuiltLibrary, change: Any) -> None:
-    changed = (change(PLUGINS[0]), *PLUGINS[1:])
-    assert not same_contract(changed, PluginLibrary(built.kernels).contract)
+    changed = (change(PROGRAMS[0]), *PROGRAMS[1:])
+    assert PluginLibrary(built.kernels).contract != contract(changed)
 
 
 def test_the_library_says_what_is_inside(built: BuiltLibrary) -> None:
@@ -104,7 +93,7 @@ def registry(built_plugin: BuiltLibrary) -> dict[str, Any]:
 
 
 def test_the_real_registry_finds_every_plugin_in_its_namespace_alone(registry: dict[str, Any]) -> None:
-    names = [plugin.name for plugin in PLUGINS]
+    names = [plugin.name for plugin in PROGRAMS]
     assert registry["missing_before"] == names
     assert registry["missing_after"] == []
     assert registry["found_elsewhere"] == []
@@ -112,20 +101,20 @@ def test_the_real_registry_finds_every_plugin_in_its_namespace_alone(registry: d
 
 
 def test_the_real_registry_makes_every_plugin(registry: dict[str, Any]) -> None:
-    assert registry["made"] == {plugin.name: [plugin.name, PLUGIN_VERSION, PLUGIN_NAMESPACE] for plugin in PLUGINS}
+    assert registry["made"] == {plugin.name: [plugin.name, VERSION, NAMESPACE] for plugin in PROGRAMS}
     assert registry["fields"] == {
         plugin.name: [
-            *([name, "INT32", 1] for name in plugin.fields),
+            *([name, "INT32", 1] for name in plugin.integer_fields),
             *([name, "FLOAT32", 1] for name in plugin.real_fields),
         ]
-        for plugin in PLUGINS
+        for plugin in PROGRAMS
     }
 
 
 def test_the_real_registry_gets_no_plugin_for_wrong_fields(registry: dict[str, Any]) -> None:
-    for plugin in PLUGINS:
+    for plugin in PROGRAMS:
         refused = registry["refused"][plugin.name]
-        assert set(refused) >= ({"unknown", "missing", "float32", "int64"} if plugin.fields else {"unknown"})
+        assert set(refused) >= ({"unknown", "missing", "float32", "int64"} if plugin.integer_fields else {"unknown"})
         assert all(refused.values()), (plugin.name, refused)
 
 
@@ -177,7 +166,7 @@ def test_a_repeated_step_costs_the_host_microseconds(built_plugin: BuiltLibrary)
     done = run_host(built_plugin, "small_times")
     assert done.returncode == 0, done.stdout + done.stderr
     times = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
-    launched = {plugin.name for plugin in PLUGINS} - {"AllReduce", "AllGather"}  # NCCL's own time
+    launched = {plugin.name for plugin in PROGRAMS} - {"AllReduce", "AllGather"}  # NCCL's own time
     assert set(times) == launched | {"AttendPages_with_a_prefill_chunk"}
     assert all(0 < enqueue_us <= MAX_ENQUEUE_US for enqueue_us in times.values()), times
 
@@ -218,14 +207,14 @@ def test_a_host_that_expects_another_contract_says_what_differs(built_plugin: Bu
         assert complaint in done.stdout, complaint
 
 
-@pytest.mark.parametrize("node", ["attend_pages", "attend_draft"])
+@pytest.mark.parametrize("node", ["AttendPages", "AttendDraft"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_the_workspace_of_attention_serves_gpus_of_up_to_192_multiprocessors(
     built: BuiltLibrary, node: str, kv_heads: int
 ) -> None:
     """A plan carries the workspace's size to any GPU of its architecture: an H200 has 132, a B200 148."""
     case = replace(CASES["verify"], heads=kv_heads, kv_heads=kv_heads)
-    inputs, fields = getattr(NodeInputs(case, torch.device("cpu")), node)()
+    inputs, fields = getattr(NodeInputs(case, torch.device("cpu")), NODES[node])()
     sizes = [
         workspace_size(
             tile=tile,
@@ -249,7 +238,7 @@ def test_the_workspace_of_latents_has_k_and_v_of_any_step_that_a_prompt_makes_lo
         rows = (num_rows - num_requests + 1, *[1] * (num_requests - 1))
         case = LatentCase(num_rows=rows, context_lens=(0,) * num_requests, num_heads=1, has_fp8_pages=has_fp8_pages)
         inputs, fields, _ = case.node()
-        return PluginLibrary(built.kernels).workspace_bytes("attend_latents", inputs, fields)
+        return PluginLibrary(built.kernels).workspace_bytes("AttendLatents", inputs, fields)
 
     def aligned(num_bytes: int) -> int:
         return -(-num_bytes // 256) * 256

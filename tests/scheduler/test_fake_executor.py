@@ -14,7 +14,7 @@ from dflash_trt.core.batch import (
     run_batch,
 )
 from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
+from tests.fake_executor import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import make_limits
 
 PROMPT = (5, 6, 7, 8, 9)

@@ -8,7 +8,7 @@ import pytest
 from dflash_trt.core.logprobs import PromptScores, TopTokens
 from dflash_trt.core.request import Request
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 RANK = 1000  # added to a token's id for each rank: more than the vocabulary has

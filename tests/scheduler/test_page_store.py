@@ -14,7 +14,7 @@ def keep(store: PageStore, tokens: list[int], *, salt: str = "") -> tuple[list[i
     page_ids = store.allocate(len(tokens) // PAGE_SIZE)
     path: list[PrefixNode] = []
     for index in range(len(page_ids)):
-        node = store.keep(
+        node = store.insert(
             path[-1] if path else None, tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE], page_ids[index], salt=salt
         )
         assert node is not None
@@ -60,7 +60,7 @@ def test_computing_known_tokens_again_gives_the_page_back() -> None:
     first, _ = keep(store, [1, 2])
     page_ids = store.allocate(1)
     assert page_ids != first
-    node = store.keep(None, [1, 2], page_ids[0], salt="")
+    node = store.insert(None, [1, 2], page_ids[0], salt="")
     assert node is not None and node.page_id == first[0]
     store.check_integrity([first, [node.page_id]])
     assert store.num_available == 7
@@ -82,7 +82,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginn
     store.release(old)
     new, _ = keep(store, [5, 6, 7, 8])
     store.release(new)
-    held = store.hold(store.match([1, 2, 3, 4, 0], salt=""))  # the old one is used again
+    held = store.retain(store.match([1, 2, 3, 4, 0], salt=""))  # the old one is used again
     store.release(held)
     taken = store.allocate(1)
     assert matched(store, [5, 6, 7, 8, 0]) == new[:1]
@@ -106,7 +106,7 @@ def test_free_pages_are_used_before_any_prefix_is_evicted() -> None:
 def test_a_shared_page_is_idle_only_when_the_last_request_lets_go() -> None:
     store = PageStore(4, PAGE_SIZE)
     first, _ = keep(store, [1, 2])
-    second = store.hold(store.match([1, 2, 3], salt=""))
+    second = store.retain(store.match([1, 2, 3], salt=""))
     assert second == first
     store.release(first)
     assert store.num_available == 3
@@ -118,7 +118,7 @@ def test_a_shared_page_is_idle_only_when_the_last_request_lets_go() -> None:
 def test_pages_freed_together_are_foretold() -> None:
     store = PageStore(6, PAGE_SIZE)
     first, _ = keep(store, [1, 2, 3, 4])
-    second = [*store.hold(store.match([1, 2, 9], salt="")), *store.allocate(1)]
+    second = [*store.retain(store.match([1, 2, 9], salt="")), *store.allocate(1)]
     before = store.num_available
     assert store.num_freed_by([first]) == 1  # its own last page; the first one is shared
     assert store.num_freed_by([first, second]) == 3
@@ -130,7 +130,7 @@ def test_pages_freed_together_are_foretold() -> None:
 def test_prefixes_can_be_switched_off() -> None:
     store = PageStore(4, PAGE_SIZE, keeps_prefixes=False)
     page_ids = store.allocate(1)
-    assert store.keep(None, [1, 2], page_ids[0], salt="") is None
+    assert store.insert(None, [1, 2], page_ids[0], salt="") is None
     store.release(page_ids)
     assert matched(store, [1, 2, 3]) == []
     assert store.num_kept == 0
@@ -152,11 +152,11 @@ def test_idle_pages_of_a_prefix_are_those_that_holding_it_takes_from_the_availab
     store, nodes = PageStore(8, 4), []
     page_ids = store.allocate(3)
     for index, page_id in enumerate(page_ids):
-        nodes.append(store.keep(nodes[-1] if nodes else None, range(4 * index, 4 * index + 4), page_id, salt=""))
+        nodes.append(store.insert(nodes[-1] if nodes else None, range(4 * index, 4 * index + 4), page_id, salt=""))
     for num_idle in range(4):
         assert store.num_idle_among(nodes) == num_idle
         before = store.num_available
-        held = store.hold(nodes)
+        held = store.retain(nodes)
         assert before - store.num_available == num_idle
         store.release(held)
         store.release(page_ids[2 - num_idle : 3 - num_idle])

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from dflash_trt.executor.fake import FakeExecutor, always_wrong
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import FakeExecutor, always_wrong
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 
@@ -129,7 +129,7 @@ def test_the_policy_is_asked_for_those_that_decode_and_told_of_what_ran() -> Non
     driver.step()
     step = driver.scheduler.plan()
     driver.scheduler.commit(step, driver.executor.submit(step.plan).result(), elapsed_s=0.25)
-    assert policy.batch_sizes == [0, 1, 1]
+    assert policy.batch_sizes == [1, 1, 1], "the first step drafts for the request whose prompt it computes"
     first, second, third = policy.steps
     assert (first.num_decoding, first.num_prefill_tokens, first.verified) == (0, 3, ())
     assert (second.num_decoding, second.num_prefill_tokens, second.verified) == (1, 21, ((2, 0),))

@@ -35,11 +35,11 @@ def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use() -> None:
         tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
         salt = dice.choice(["", "other"])
         path = store.match([*tokens, 9], salt=salt)
-        held = store.hold(path)
+        held = store.retain(path)
         node = path[-1] if path else None
         for start in range(2 * len(path), len(tokens), 2):
             (page_id,) = store.allocate(1)
-            node = store.keep(node, tokens[start : start + 2], page_id, salt=salt)
+            node = store.insert(node, tokens[start : start + 2], page_id, salt=salt)
             assert node is not None
             held.append(node.page_id)
         assert mirror.prefixes[held[-1]] == (salt, *tokens)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.batch import StepBatch
-from dflash_trt.executor.fake import always_wrong, right_with_probability
+from tests.fake_executor import always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 

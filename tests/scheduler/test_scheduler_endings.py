@@ -6,8 +6,8 @@ import pytest
 
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.request import TokenEvent
-from dflash_trt.executor.fake import always_wrong
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import always_wrong
 from tests.scheduler.driver import expected_tokens, make_driver, make_limits, make_request
 
 

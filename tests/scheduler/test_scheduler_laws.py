@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dflash_trt.core.errors import QueueFullError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
 from tests.scheduler.toy_constraint import ToyConstraint
 

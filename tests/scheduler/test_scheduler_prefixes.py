@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dflash_trt.core.errors import CapacityError, ConfigError
-from dflash_trt.executor.fake import always_wrong, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.executor.fake import always_wrong, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
+from tests.fake_executor import always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.step_plan import StateCopies, StepPlan
-from dflash_trt.executor.fake import ToyStates, right_with_probability
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.snapshots import SnapshotStore
+from tests.fake_executor import ToyStates, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 PAGE_SIZE = 4  # of make_limits
@@ -209,6 +209,6 @@ def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     reserved = store.reserve()
     assert reserved == 0 and store.reserve() is None
     store.attach(reserved, node)
-    assert store.hold(node) == 0 and store.reserve() is None
+    assert store.retain(node) == 0 and store.reserve() is None
     store.release(0)
     assert store.reserve() == 0 and node.snapshot_id is None

@@ -6,10 +6,10 @@ import pytest
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import ExecutorLimits
-from dflash_trt.executor.fake import always_wrong
 from dflash_trt.executor.idle import IdleExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.window_pages import WindowPages
+from tests.fake_executor import always_wrong
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 WINDOW = 9

@@ -10,7 +10,7 @@ from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.constraint import ConstraintError, MaskedBlock
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import Request
-from dflash_trt.executor.fake import ToyTarget, fold, fold_rules, next_allowed
+from tests.fake_executor import ToyTarget, fold, fold_rules, next_allowed
 
 
 @dataclass(frozen=True, kw_only=True)

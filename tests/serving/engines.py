@@ -8,15 +8,15 @@ from typing import Any
 
 from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.step_plan import ExecutorLimits
-from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.stream_chunk import StreamChunk
 from dflash_trt.serving.text import TextCodec
+from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import make_limits
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
 

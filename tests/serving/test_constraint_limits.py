@@ -203,7 +203,7 @@ def test_a_constraint_that_fails_in_the_middle_of_a_text_is_an_error(
     """Not the end of the text, though the matcher counts as stopped. Its mates go on."""
     monkeypatch.setattr(grammar_trial, "_LIMITS", LLParserLimits(max_items_in_row=20, verbose_errors=False))
     growing = SamplingParams(grammar='start: e\ne: "a" | "a" e "b" | e e', max_new_tokens=100, ignore_eos=True)
-    with LLM(engine_dir, num_draft_tokens=num_draft_tokens) as llm:
+    with LLM(engine_dir, draft_length=num_draft_tokens) as llm:
         monkeypatch.setattr("dflash_trt.serving.grammar.Vocabulary.try_out", lambda *_: None)  # its limits are others
         bad, good = llm.generate(["x", "y"], [growing, HARMLESS])
         llm.check_integrity()

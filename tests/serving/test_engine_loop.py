@@ -9,10 +9,10 @@ import pytest
 
 from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.errors import QueueFullError, RequestError
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.text import TextCodec
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import expected_tokens, make_limits, make_request
 from tests.serving.engines import VOCAB_SIZE, WAIT_S, Clock, GatedExecutor, make_executor, make_loop, run, until
 

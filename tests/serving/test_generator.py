@@ -17,10 +17,10 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.logit_rules import ANY_TOKEN
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.step_plan import StepHandle, StepPlan
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generation_batch import gathered
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import (
     VOCAB_SIZE,

@@ -53,6 +53,7 @@ REQUEST_FIELDS: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "stop_token_ids": (frozenset({9, 4}), {"stop_token_ids": [4, 9]}),
     "priority": (1, None),
     "queue_timeout_s": (1.0, None),
+    "reports_drafts": (True, None),
 }
 # Sent as they are, of a sampling parameter above, or of caches and samples that TensorRT-LLM is not asked for.
 OTHER_REQUEST_FIELDS = {"request_id", "prompt_token_ids", "sampling", "bad_word_ids", "is_reproducible"}
@@ -123,16 +124,16 @@ def test_a_request_ends_at_the_engines_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "num_draft_tokens"), [({}, 3), ({"num_draft_tokens": 2}, 2), ({"use_drafter": False}, None)]
+    ("given", "draft_length"), [({}, {1: 3}), ({"draft_length": 2}, {1: 2}), ({"use_drafter": False}, None)]
 )
-def test_settings_are_resolved_for_a_gpu_without_our_prefix_cache(monkeypatch, given, num_draft_tokens) -> None:
+def test_settings_are_resolved_for_a_gpu_without_our_prefix_cache(monkeypatch, given, draft_length) -> None:
     checked: list[Any] = []
     engine: Any = "engine"
     monkeypatch.setattr(settings, "check_drafting", lambda *words: checked.append(words))
     monkeypatch.setattr(settings, "max_draft_len", lambda engine: 3)
     config = RuntimeConfig(max_queue_len=7, **given)
     resolved = settings.resolved_settings(engine, config, is_running=False)
-    ours = {"device": "cuda", "enable_prefix_caching": False, "num_draft_tokens": num_draft_tokens}
+    ours = {"device": "cuda", "enable_prefix_caching": False, "draft_length": draft_length}
     assert resolved == config.model_copy(update=ours) and checked == [(engine, config)]
 
 
@@ -140,15 +141,14 @@ def test_settings_are_resolved_for_a_gpu_without_our_prefix_cache(monkeypatch, g
 REFUSED_SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "adaptive_draft_length": True,
-    "draft_length": {1: 2},
-    "draft_length_by_context": {1: 2},
+    "draft_length": {1: 2, 4: 1},
     "draft_window": 8,
     "num_state_snapshots": 2,
     "deterministic": True,
     "num_threads": 2,
     "plugin_library": "library.so",
 }
-ARGUMENTS = {"use_drafter", "num_draft_tokens", "overlap_scheduling", "kv_cache_bytes", "kv_cache_free_memory_fraction"}
+ARGUMENTS = {"use_drafter", "draft_length", "overlap_scheduling", "kv_cache_bytes", "kv_cache_free_memory_fraction"}
 OURS = {"max_queue_len", "seed", "enable_prefix_caching"}  # prefix caching is always off
 
 
@@ -159,7 +159,7 @@ def test_every_setting_is_used_or_refused() -> None:
         (found,) = settings._problems(config, is_running=False)
         assert found.startswith(f"{name}: expected")
     for name in ARGUMENTS:
-        config = RuntimeConfig().model_copy(update={name: 0.5})
+        config = RuntimeConfig().model_copy(update={name: {1: 2} if name == "draft_length" else 0.5})
         assert [line.split(":")[0] for line in settings._problems(config, is_running=True)] == [name]
         assert list(settings._problems(config, is_running=False)) == []
 
@@ -194,7 +194,7 @@ def link() -> RecordingLink:
 @pytest.fixture
 def engine(link: RecordingLink) -> TensorRTLLMEngine:
     """K = 2."""
-    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(num_draft_tokens=2))
+    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(draft_length=2))
     engine.start()
     return engine
 
@@ -288,9 +288,9 @@ class Record:
             {"kv_cache_free_memory_fraction": 0.25},
             {"kv_cache_config": {"dtype": "auto", "free_gpu_memory_fraction": 0.25}},
         ),
-        ({"num_draft_tokens": 2}, {"speculative_config": {"decoding_type": "DFlash", "max_draft_len": 2}}),
-        ({"num_draft_tokens": 0}, {"speculative_config": None}),
-        ({"use_drafter": False, "num_draft_tokens": None}, {"speculative_config": None}),
+        ({"draft_length": {1: 2}}, {"speculative_config": {"decoding_type": "DFlash", "max_draft_len": 2}}),
+        ({"draft_length": {1: 0}}, {"speculative_config": None}),
+        ({"use_drafter": False, "draft_length": None}, {"speculative_config": None}),
     ],
 )
 def test_each_setting_is_its_own_argument(setting: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -298,6 +298,6 @@ def test_each_setting_is_its_own_argument(setting: dict[str, Any], changes: dict
     args["speculative_config"] = {"decoding_type": "DFlash", "max_draft_len": 3}
     manifest = SimpleNamespace(tensorrt_llm=Record(**args))
     engine: Any = SimpleNamespace(path="/engine", manifest=manifest)
-    found = settings.llm_args(engine, RuntimeConfig().model_copy(update={"num_draft_tokens": 3} | setting))
+    found = settings.llm_args(engine, RuntimeConfig().model_copy(update={"draft_length": {1: 3}} | setting))
     expected = {"model": "/engine/target", **args} | changes
     assert found == {name: value for name, value in expected.items() if value is not None}

@@ -75,9 +75,9 @@ def test_an_engine_says_what_it_is(llm: LLM, engine_dir: Path) -> None:
         {},
         {"overlap_scheduling": True},
         {"use_drafter": False},
-        {"num_draft_tokens": 0},
-        {"num_draft_tokens": 1, "overlap_scheduling": True},
-        {"draft_length": {1: 3, 2: 1, 3: 2}, "draft_length_by_context": {20: 1}},
+        {"draft_length": 0},
+        {"draft_length": 1, "overlap_scheduling": True},
+        {"draft_length": {1: 3, 2: 1, 3: 2}},
         {"draft_length_policy": BatchSizeDraftLength({1: 3, 2: 0, 3: 2})},
         {"draft_length_policy": AdaptiveDraftLength(3)},
         {"scheduler_config": SchedulerConfig(max_prefill_tokens=3)},
@@ -111,7 +111,7 @@ def test_preempted_requests_give_the_same_tokens(engine_dir: Path, overlaps: boo
 def test_acceptance_after_a_prefix_hit_equals_acceptance_without(engine_dir: Path) -> None:
     sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
     prompt = list(range(4, 100))
-    with LLM(engine_dir) as llm:
+    with LLM(engine_dir, draft_length=3) as llm:
         first, second = (llm.generate([prompt], sampling)[0] for _ in range(2))
     assert (first.statistics.num_prefix_hit_tokens, second.statistics.num_prefix_hit_tokens) == (0, 88)
     verified = [
@@ -141,22 +141,20 @@ def test_a_bad_prompt_is_refused_and_the_others_are_served(llm: LLM) -> None:
 
 def test_too_many_drafts_are_refused(engine_dir: Path) -> None:
     with pytest.raises(ConfigError, match="expected 0 to 3, this engine's max_draft_len, found 4"):
-        LLM(engine_dir, num_draft_tokens=4)
+        LLM(engine_dir, draft_length=4)
     with pytest.raises(ConfigError, match="draft_length: expected 0 to 3, this engine's max_draft_len, found 5"):
         LLM(engine_dir, draft_length={1: 3, 8: 5})
-    with pytest.raises(ConfigError, match="draft_length_by_context: expected 0 to 3, this engine's max_draft_len, f"):
-        LLM(engine_dir, draft_length_by_context={8: 5})
 
 
-def test_draft_lengths_follow_the_number_of_requests_and_their_context(engine_dir: Path) -> None:
+def test_draft_lengths_follow_the_number_of_requests(engine_dir: Path) -> None:
     prompt, sampling = list(range(4, 10)), SamplingParams(max_new_tokens=24, ignore_eos=True)
-    with LLM(engine_dir, draft_length={1: 3, 2: 2}, draft_length_by_context={20: 1}) as llm:
-        assert (llm.config.draft_length, llm.config.num_draft_tokens) == ({1: 3, 2: 2}, None)
+    with LLM(engine_dir, draft_length={1: 3, 2: 2}) as llm:
+        assert llm.config.draft_length == {1: 3, 2: 2}
         llm.generate([prompt], sampling)
         alone = set(llm.statistics.scheduler.num_steps_by_draft_length)
         llm.generate([prompt, prompt[1:]], sampling)
         together = set(llm.statistics.scheduler.num_steps_by_draft_length)
-    assert (alone - {0}, together - {0}) == ({1, 3}, {1, 2, 3})
+    assert (alone - {0}, together - {0}) == ({3}, {2, 3})
 
 
 @pytest.mark.parametrize(
@@ -164,9 +162,8 @@ def test_draft_lengths_follow_the_number_of_requests_and_their_context(engine_di
     [
         ({"scheduler_config": SchedulerConfig(), "max_queue_len": 3}, ["max_queue_len"]),
         ({"scheduler_config": SchedulerConfig(), "enable_prefix_caching": False}, ["enable_prefix_caching"]),
-        ({"scheduler_config": SchedulerConfig(), "draft_length_by_context": {9: 1}}, ["draft_length_by_context"]),
         ({"draft_length_policy": AdaptiveDraftLength(3), "draft_length": {1: 2}}, ["draft_length"]),
-        ({"draft_length_policy": AdaptiveDraftLength(3), "num_draft_tokens": 2}, ["num_draft_tokens"]),
+        ({"draft_length_policy": AdaptiveDraftLength(3), "draft_length": 2}, ["draft_length"]),
         ({"draft_length_policy": AdaptiveDraftLength(3), "adaptive_draft_length": True}, ["adaptive_draft_length"]),
     ],
 )
@@ -179,15 +176,15 @@ def test_a_setting_beside_an_object_that_replaces_it_is_refused(
 
 
 def test_fields_replace_those_of_a_config_and_what_was_opened_is_resolved(engine_dir: Path) -> None:
-    config = RuntimeConfig(device="cpu", num_threads=1, num_draft_tokens=1, kv_cache_bytes=1 << 22)
-    with LLM(engine_dir, config, num_draft_tokens=2) as llm:
-        assert llm.config == config.replaced(num_draft_tokens=2, overlap_scheduling=False)
+    config = RuntimeConfig(device="cpu", num_threads=1, draft_length=1, kv_cache_bytes=1 << 22)
+    with LLM(engine_dir, config, draft_length=2) as llm:
+        assert llm.config == config.replaced(draft_length=2, overlap_scheduling=False)
         assert llm.page_plan.total_bytes <= 1 << 22
     with LLM(engine_dir) as llm:
-        assert (llm.config.device, llm.config.num_draft_tokens) == ("cpu", 3)
+        assert (llm.config.device, llm.config.draft_length) == ("cpu", {1: 3})
         assert llm.config.num_threads == torch.get_num_threads()
     with LLM(engine_dir, use_drafter=False) as llm:
-        assert (llm.config.num_draft_tokens, llm.limits.max_draft_len) == (None, 0)
+        assert (llm.config.draft_length, llm.limits.max_draft_len) == (None, 0)
 
 
 def test_a_directory_that_is_no_engine_is_refused(tmp_path: Path) -> None:
@@ -218,7 +215,14 @@ def test_an_engine_runs_without_packer_and_checkpoint_reader(engine_dir: Path) -
 
 
 def test_settings_of_the_queue_and_of_prefixes_reach_the_scheduler(engine_dir: Path) -> None:
-    config = RuntimeConfig(max_queue_len=3, enable_prefix_caching=False, draft_length_by_context={64: 1})
+    config = RuntimeConfig(max_queue_len=3, enable_prefix_caching=False)
     with LLM(engine_dir, config) as llm:
         found = llm._engine._scheduler.config  # type: ignore[attr-defined]
-    assert found == SchedulerConfig(max_queue_len=3, enable_prefix_caching=False, draft_length_by_context={64: 1})
+    assert found == SchedulerConfig(max_queue_len=3, enable_prefix_caching=False)
+
+
+def test_what_other_engines_call_outputs_and_tokenizer_is_there(llm: LLM) -> None:
+    (output,) = llm.generate(["Hello."], SamplingParams(max_new_tokens=4, n=2, seed=1, ignore_eos=True))
+    assert output.outputs == output.samples and output.outputs[0].text == output.text
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode(list(output.token_ids), skip_special_tokens=True) == output.text

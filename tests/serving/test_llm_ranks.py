@@ -82,9 +82,9 @@ def _leaves(entries: Any) -> Iterator[int | float]:
 
 def test_a_worker_lost_in_the_middle_fails_what_ran_and_the_engine_reopens(engines: list[EngineDir]) -> None:
     long = SamplingParams(max_new_tokens=45, ignore_eos=True)
-    with _open(engines[0], num_draft_tokens=0) as one:
+    with _open(engines[0], draft_length=0) as one:
         expected = [output.token_ids for output in one.generate(PROMPTS, [long] * 4)]
-    with _open(engines[1], num_draft_tokens=0) as llm:
+    with _open(engines[1], draft_length=0) as llm:
         lost = llm._engine._executor
         (process_id,) = lost.worker_process_ids
         stream = llm.submit(PROMPTS[0], long)
@@ -101,8 +101,8 @@ def test_a_worker_lost_in_the_middle_fails_what_ran_and_the_engine_reopens(engin
 
 def test_an_llm_that_cannot_be_made_leaves_no_process(engines: list[EngineDir]) -> None:
     before = _children()
-    with pytest.raises(ConfigError, match="num_draft_tokens"):
-        _open(engines[1], num_draft_tokens=99)
+    with pytest.raises(ConfigError, match="draft_length"):
+        _open(engines[1], draft_length=99)
     assert _children() == before
 
 

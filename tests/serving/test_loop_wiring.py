@@ -13,15 +13,15 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving import engine_loop
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.output_processor import StreamChunk, merged
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.stream_chunk import StreamChunk, merged
 from dflash_trt.serving.text import TextCodec
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits, make_request
 from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_loop, make_reader, run
 from tests.serving.test_engine_failures import BrokenExecutor

@@ -11,7 +11,6 @@ from dflash_trt.core.errors import ConfigError, RequestError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
@@ -21,13 +20,14 @@ from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.llm import LLM, open_request_reader
 from dflash_trt.serving.opening import checked_settings, open_engine
 from dflash_trt.serving.tensorrt_llm import engine as trtllm_engine
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits, make_request
 from tests.serving.engines import VOCAB_SIZE, run
 from tests.serving.tokenizers import write_byte_level
 
 ENGINE: Any = SimpleNamespace(manifest=SimpleNamespace(backend="torch"))
 FOREIGN: Any = SimpleNamespace(manifest=SimpleNamespace(backend="tensorrt_llm"))
-CONFIG = RuntimeConfig(device="cpu", num_draft_tokens=4, overlap_scheduling=False)
+CONFIG = RuntimeConfig(device="cpu", draft_length=4, overlap_scheduling=False)
 
 
 class Executor(FakeExecutor):
@@ -70,11 +70,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("settings", "objects", "draft_lens"),
     [
         ({}, {}, (4,)),
-        ({"draft_length": {1: 3, 2: 1}, "num_draft_tokens": None}, {}, (1, 3)),
+        ({"draft_length": {1: 3, 2: 1}}, {}, (1, 3)),
         ({"adaptive_draft_length": True}, {}, AdaptiveDraftLength(4).lengths),
-        ({"draft_length_by_context": {8: 2}}, {}, (2, 4)),
         ({}, {"draft_length_policy": BatchSizeDraftLength({1: 5, 2: 0})}, (0, 5)),
-        ({"max_queue_len": 3}, {"scheduler_config": SchedulerConfig(draft_length_by_context={8: 1})}, (1, 4)),
+        ({"max_queue_len": 3}, {"scheduler_config": SchedulerConfig(max_queue_len=2)}, (4,)),
     ],
     ids=lambda options: ", ".join(options) if isinstance(options, dict) else None,
 )

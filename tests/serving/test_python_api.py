@@ -12,9 +12,9 @@ import pytest
 
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
-from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
+from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_generator, until
 

@@ -83,7 +83,7 @@ def prove(engine_dir: Path, seeds: Sequence[int], *, max_new_tokens: int) -> flo
         SamplingParams(json_schema=schema, max_new_tokens=max_new_tokens, temperature=float(seed % 3 > 0), seed=seed)
         for seed, schema in zip(seeds, schemas, strict=True)
     ]
-    outputs = {k: generate(engine_dir, samplings, num_draft_tokens=k) for k in BY_K}
+    outputs = {k: generate(engine_dir, samplings, draft_length=k) for k in BY_K}
     for k in BY_K[1:]:
         assert texts(outputs[k]) == texts(outputs[0])
     finished = [(i, output) for i, output in enumerate(outputs[7]) if output.finish_reason == "stop"]
@@ -119,7 +119,7 @@ def free_and_constrained() -> list[SamplingParams]:
 def alone(engine_dir: Path) -> list[GenerationOutput]:
     """One token at a time, each request by itself."""
     samplings = free_and_constrained()
-    with LLM(engine_dir, num_draft_tokens=0, enable_prefix_caching=False) as llm:
+    with LLM(engine_dir, draft_length=0, enable_prefix_caching=False) as llm:
         return [llm.generate(f"Number {i}: ", sampling) for i, sampling in enumerate(samplings)]
 
 
@@ -127,7 +127,7 @@ def alone(engine_dir: Path) -> list[GenerationOutput]:
 @pytest.mark.parametrize("num_draft_tokens", BY_K)
 def test_each_text_is_that_of_the_request_alone(engine_dir, alone, num_draft_tokens, overlap_scheduling) -> None:
     samplings = free_and_constrained()
-    settings = {"num_draft_tokens": num_draft_tokens, "overlap_scheduling": overlap_scheduling}
+    settings = {"draft_length": num_draft_tokens, "overlap_scheduling": overlap_scheduling}
     assert texts(generate(engine_dir, samplings, **settings)) == texts(alone)
 
 
@@ -148,7 +148,7 @@ def test_a_corrupted_mask_is_noticed(engine_dir, alone, monkeypatch) -> None:
     monkeypatch.setattr(
         torch_sampling, "masked_scores", lambda scores, masks: right(scores.roll(-1, 0), masks).roll(1, 0)
     )
-    outputs = generate(engine_dir, free_and_constrained(), num_draft_tokens=3)
+    outputs = generate(engine_dir, free_and_constrained(), draft_length=3)
     assert any(output.finish_reason == "error" for output in outputs)
     errors = [output.error for output in outputs if output.error]
     assert all("expected tokens that it allows, found" in error for error in errors)
@@ -159,7 +159,7 @@ def test_preemption_and_prefix_hits_change_no_text(engine_dir: Path) -> None:
         SamplingParams(regex="[a-z ]{50,60}", max_new_tokens=70, temperature=float(seed % 2), seed=seed)
         for seed in range(16)
     ]
-    roomy = texts(generate(engine_dir, samplings, num_draft_tokens=0, enable_prefix_caching=False))
+    roomy = texts(generate(engine_dir, samplings, draft_length=0, enable_prefix_caching=False))
     with LLM(engine_dir, kv_cache_bytes=800 * 2**10) as llm:
         for _ in range(2):
             assert texts(llm.generate([f"Number {i}: " for i in range(16)], samplings)) == roomy
@@ -243,7 +243,7 @@ def test_temperature_one_gives_the_masked_distribution_for_every_k(engine_dir: P
     """Against the target's own logits, of two letters behind each other, in the cells of their table."""
     letters, num = "abc", 400
     samplings = [SamplingParams(regex="[abc]{2}", temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(num)]
-    with LLM(engine_dir, num_draft_tokens=0) as llm:
+    with LLM(engine_dir, draft_length=0) as llm:
         assert llm.codec is not None
         prompt = llm.codec.encode("x")
         ids = [llm.codec.encode(letter)[0] for letter in letters]
@@ -251,7 +251,7 @@ def test_temperature_one_gives_the_masked_distribution_for_every_k(engine_dir: P
     first = logits[()][ids].softmax(0)
     expected = torch.stack([p * logits[(i,)][ids].softmax(0) for p, i in zip(first, ids, strict=True)]).flatten() * num
     for k in (0, 3):
-        with LLM(engine_dir, num_draft_tokens=k) as llm:
+        with LLM(engine_dir, draft_length=k) as llm:
             outputs = llm.generate(["x"] * num, samplings)
         found = [letters.index(text[0]) * 3 + letters.index(text[1]) for output in outputs if (text := output.text)]
         counts = torch.bincount(torch.tensor(found), minlength=9)

@@ -77,7 +77,7 @@ def llm(engine: EngineDir, python: str, log: Path) -> Iterator[LLM]:
         patch.setenv(PYTHON, python)
         patch.setenv("STAND_IN_LOG", str(log))
         patch.delenv("PYTHONPATH", raising=False)  # the other interpreter finds its own
-        llm = LLM(engine.path, num_draft_tokens=2, overlap_scheduling=False, kv_cache_bytes=1 << 20)
+        llm = LLM(engine.path, draft_length=2, overlap_scheduling=False, kv_cache_bytes=1 << 20)
     with llm:
         yield llm
 
@@ -172,7 +172,7 @@ def test_what_tensorrt_llm_does_not_do_is_refused_by_name(llm: LLM, sampling: di
         {"deterministic": True},
         {"num_threads": 2},
         {"device": "cpu"},
-        {"draft_length": {1: 2}},
+        {"draft_length": {1: 2, 4: 1}},
     ],
 )
 def test_settings_that_it_lacks_are_refused_before_anything_starts(
@@ -225,8 +225,8 @@ def test_a_running_server_answers_with_the_same_tokens(
         stream.cancel()
         assert stream.result().finish_reason == "cancelled"
         wait_for(lambda: server.num_hung_up == 1)
-    with pytest.raises(ConfigError, match="num_draft_tokens: expected nothing, for the server is started, found 2"):
-        LLM(engine.path, num_draft_tokens=2)
+    with pytest.raises(ConfigError, match="draft_length: expected nothing, for the server is started, found 2"):
+        LLM(engine.path, draft_length=2)
 
 
 def test_a_worker_of_dynamo_serves_it_without_pages(engine: EngineDir, server: _Server) -> None:

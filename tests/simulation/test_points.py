@@ -9,12 +9,13 @@ import pytest
 
 from dflash_trt.bench.pareto import Point
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.simulation.acceptance import AcceptanceByPosition, read_acceptance
 from dflash_trt.simulation.load import Lengths, LoadResult, result_of
 from dflash_trt.simulation.report import SweepReport
 from dflash_trt.simulation.sweep import SimulatedPoint, Workload, check_drafts, curves, simulate, sweep
-from tests.bench.test_arithmetic import output
+from tests.bench.test_speedup import output
 from tests.simulation.test_simulation import COSTS, DRAFTED, PLAIN, load, run
 
 WORKLOAD = Workload(
@@ -43,6 +44,7 @@ POINT = SimulatedPoint(
     acceptance_length=2.5,
     mean_step_s=0.0078,
     floor_fraction=0.25,
+    device_s_by_source={"a": 3.0, "b": 1.0},
 )
 
 
@@ -114,8 +116,10 @@ def test_arrivals_are_those_of_the_seed() -> None:
 def test_steps_that_follow_in_the_queue_have_the_context_that_was_accepted() -> None:
     """No draft is accepted, and K/V is all that costs: a token a step, chained or not."""
     costs = COSTS.model_copy(update={"kv_s_per_byte": 1.0, "is_host_hidden": False})
-    rejected = replace(DRAFTED, costs=costs, acceptance=AcceptanceByPosition((0.0, 0.0, 0.0)))
-    chained = replace(rejected, costs=costs.model_copy(update={"is_host_hidden": True}))
+    rejected = replace(
+        DRAFTED, clock=StepClock(DRAFTED.clock.gpu, costs), acceptance=AcceptanceByPosition((0.0, 0.0, 0.0))
+    )
+    chained = replace(rejected, clock=StepClock(DRAFTED.clock.gpu, costs.model_copy(update={"is_host_hidden": True})))
     given = load((10, 100))
     expected, found = (run(engine, given)[0].duration_s for engine in (rejected, chained))
     assert found == pytest.approx(expected, rel=0.03)
@@ -174,6 +178,7 @@ def test_a_report_says_each_number_of_a_point_with_its_unit() -> None:
         "best at 50 tok/s per user: DFlash, K = 3, tp2x1, 4 clients, 500 tok/s per GPU (simulated)",
         "no configuration gives a user 80 tok/s (simulated)",
         "left out: that",
+        "where the device's time comes from: a 75%, b 25%",
         "assumed: this",
     ]
     arrivals = replace(report, points=(replace(slow, tok_per_s_per_user=90.0),), per_user=(80.0,)).lines()

@@ -20,14 +20,15 @@ from dflash_trt.simulation.sweep import SimulatedEngine, Workload, best, curves,
 TARGET, DRAFT = probe_specs(CPU_SIZES[0])
 LIMITS = EngineLimits(max_batch_size=8, max_seq_len=512, max_num_tokens=256, max_draft_len=7, page_size=16)
 H200 = gpu_of("h200")
-COSTS = assumed_costs(H200).model_copy(update={"is_host_hidden": False, "host_step_s": 1e-4, "host_request_s": 1e-5})
+COSTS = assumed_costs(H200).model_copy(
+    update={"is_host_hidden": False, "step_s": 5e-4, "host_step_s": 1e-4, "host_request_s": 1e-5}
+)
 GIVEN = AcceptanceByPosition((0.9, 0.6, 0.5))
 PLAIN = SimulatedEngine(
     pretrained_config=PretrainedConfig(target=TARGET, draft=DRAFT, dtype="bfloat16"),
     limits=LIMITS,
     num_pages=400,
-    gpu=H200,
-    costs=COSTS,
+    clock=StepClock(H200, COSTS),
     drafter="AR",
     num_draft_tokens=0,
     acceptance=None,
@@ -71,7 +72,7 @@ def test_a_prompt_longer_than_a_step_takes_several() -> None:
 
 
 def test_a_chained_loop_hides_the_host_behind_the_device() -> None:
-    hidden = replace(PLAIN, costs=COSTS.model_copy(update={"is_host_hidden": True}))
+    hidden = replace(PLAIN, clock=StepClock(H200, COSTS.model_copy(update={"is_host_hidden": True})))
     given = load((20, 50))
     slow, fast = run(PLAIN, given)[0], run(hidden, given)[0]
     assert fast.duration_s < slow.duration_s - 45 * 1e-4

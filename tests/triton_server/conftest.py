@@ -76,7 +76,7 @@ def offline(engine_dir: Path) -> Iterator[Any]:
     """The same engine in this process."""
     from dflash_trt import LLM
 
-    with LLM(engine_dir, num_threads=1, kv_cache_bytes=1 << 27) as llm:
+    with LLM(engine_dir, num_threads=1, draft_length=3, kv_cache_bytes=1 << 27) as llm:  # tests count drafts
         yield llm
 
 
@@ -85,7 +85,7 @@ def repository(engines: tuple[Path, Path], installation: Path, tmp_path_factory:
     """`dflash` as deployed; `narrow` runs one request and queues one; `chat` has a batch dimension and a template."""
     path = tmp_path_factory.mktemp("repository")
     engine, single = engines
-    common = ["--environment", ENVIRONMENT, "--num-threads", 1, "--kv-cache-bytes", 1 << 27]
+    common = ["--environment", ENVIRONMENT, "--num-threads", 1, "--kv-cache-bytes", 1 << 27, "--draft-length", 3]
     deploy(engine, path, "dflash", *common)
     deploy(single, path, "narrow", *common, "--max-queue-len", 1)
     deploy(engine, path, "chat", *common, "--chat", "--system", "Be brief.", "--batch-dimension")

@@ -9,8 +9,8 @@ import pytest
 from dflash_trt.core.request import GenerationOutput, RequestStatistics
 from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.servers.triton.metrics import METRICS, MetricBook, Series
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.statistics import EngineStatistics, Samples
-from dflash_trt.serving.stream_chunk import StreamChunk
 from tests.triton_server.fake_series import FakeSeries
 
 SCHEDULER = SchedulerStatistics(

@@ -143,13 +143,12 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
     ran = invoke("deploy", "triton", engine_dir, "-o", models, "--check")
     assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
     assert check_model(models / "ensemble").runtime.adaptive_draft_length
-    words = ["--draft-length", "1:3,4:2", "--draft-length-by-context", "64:1"]
-    assert invoke("deploy", "triton", engine_dir, "-o", models, "--model-name", "scheduled", *words).exit_code == 0
-    runtime = check_model(models / "scheduled").runtime
-    assert (runtime.draft_length, runtime.draft_length_by_context) == ({1: 3, 4: 2}, {64: 1})
+    words = ["--model-name", "scheduled", "--draft-length", "1:3,4:2"]
+    assert invoke("deploy", "triton", engine_dir, "-o", models, *words).exit_code == 0
+    assert check_model(models / "scheduled").runtime.draft_length == {1: 3, 4: 2}
     for words, said in (
         (["-o", models], "expected an ENGINE_DIR"),
-        ([engine_dir, "-o", models, "--draft-length", "4"], "--draft-length: expected pairs SIZE:LENGTH of integers"),
+        ([engine_dir, "-o", models, "--draft-length", "x"], "--draft-length: expected K of 0 to"),
         (["-o", tmp_path / "empty", "--check"], "expected a model of dflash-trt"),
         ([engine_dir, "-o", models, "--gpus", "a"], "expected indices"),
         ([engine_dir, "-o", models, "--gpus", "0,0"], "expected distinct indices"),
@@ -159,8 +158,8 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
         ([engine_dir, "-o", models, "--model-name", "a/b"], "model name: expected a file name"),
         ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "--no-drafter and --adaptive are mutually"),
         (
-            [engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"],
-            "--no-drafter and --num-draft-tokens are mutually",
+            [engine_dir, "-o", models, "--no-drafter", "--draft-length", "0"],
+            "--no-drafter and --draft-length are mutually",
         ),
         ([engine_dir, "-o", models, "--system", "x"], "Deploy with --chat"),
         ([engine_dir, "-o", models, "--environment", tmp_path], "expected a virtual environment"),
@@ -177,7 +176,7 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
 def test_settings_survive_as_parameters() -> None:
     settings = ModelSettings(
         engine_dir="/e",
-        runtime=RuntimeConfig(num_draft_tokens=0, kv_cache_free_memory_fraction=0.25),
+        runtime=RuntimeConfig(draft_length=0, kv_cache_free_memory_fraction=0.25),
         wraps_in_chat=True,
         system='Say "é\n".',
         accepted_request_parameters=("a", "b"),
@@ -189,7 +188,7 @@ def test_settings_survive_as_parameters() -> None:
 
 
 def test_settings_out_of_range_are_refused_all_at_once() -> None:
-    wrong = {"max_queue_len": "0", "num_threads": "0", "num_draft_tokens": "-1", "default_max_tokens": "0"}
+    wrong = {"max_queue_len": "0", "num_threads": "0", "draft_length": "-1", "default_max_tokens": "0"}
     with pytest.raises(ConfigError) as refusal:
         ModelSettings.from_parameters({"engine_dir": "/e", "drain_timeout_s": "-1"} | wrong)
     for name in (*wrong, "drain_timeout_s"):
@@ -202,7 +201,7 @@ def test_settings_out_of_range_are_refused_all_at_once() -> None:
     ("name", "text", "said"),
     [
         ("use_drafter", "yes", "expected true or false, found 'yes'"),
-        ("draft_length", "1:3,2", "draft_length: expected pairs SIZE:LENGTH of integers of 0 or more"),
+        ("draft_length", "1:3,2", "draft_length: expected K of 0 to 2147483647, or pairs REQUESTS:K such as 1:7,16:5"),
         ("drain_timeout_s", "soon", "expected a number, found 'soon'"),
         ("drain_timeout_s", "nan", "drain_timeout_s: expected 0 or more, found nan"),
         ("accepted_request_parameters", "a", "expected a JSON list of strings, found 'a'"),

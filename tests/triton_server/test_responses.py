@@ -11,7 +11,7 @@ from dflash_trt.core.request import GenerationOutput, RequestStatistics, Samplin
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.responses import ResponseMaker
 from dflash_trt.servers.triton.tensors import OUTPUTS
-from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.output_processor import StreamChunk
 
 OUTPUT = GenerationOutput(
     request_id="r",

@@ -283,7 +283,7 @@ def test_stop_ends_the_request_of_the_same_id(server, tritonclient) -> None:
     connection = GrpcStream(tritonclient, server, text_input=PROMPT, max_tokens=2000, stream=True, request_id="mine")
     connection.next()
     other = GrpcStream(tritonclient, server, stop=True, request_id="another")
-    with pytest.raises(Exception, match="that of a running request"):
+    with pytest.raises(Exception, match="the id of a running request"):
         other.next()
     other.close()
     assert generate(server, id="mine", stop=True)["finish_reason"] == "cancelled"

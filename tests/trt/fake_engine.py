@@ -10,8 +10,9 @@ from dflash_trt.backends.tensorrt.engine import expected_io
 from dflash_trt.backends.tensorrt.network import IoTensor
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.engine_dir import EngineLimits
-from tests.trt.interpreter import NetworkInterpreter, Plugins
-from tests.trt.networks import DefinedStep, view_at
+from tests.trt.host_memory import view_at
+from tests.trt.interpreter import NetworkInterpreter, RunNode
+from tests.trt.networks import DefinedStep
 
 USER_MANAGED = "USER_MANAGED"
 ACTIVATION_BYTES = (1 << 12, 1 << 14)  # of the profiles
@@ -28,13 +29,13 @@ _NAMES = {
 class FakeEngine:
     """What the executor asks of an ICudaEngine. Fields may be changed to make a mismatched engine."""
 
-    def __init__(self, defined: DefinedStep, limits: EngineLimits, *, plugins: Plugins | None = None) -> None:
+    def __init__(self, defined: DefinedStep, limits: EngineLimits, *, run_node: RunNode | None = None) -> None:
         inputs, outputs = expected_io(defined.spec)
         self.tensors: dict[str, tuple[str, IoTensor]] = {tensor.name: ("INPUT", tensor) for tensor in inputs}
         self.tensors |= {tensor.name: ("OUTPUT", tensor) for tensor in outputs}
         self.dtypes = {name: _NAMES[tensor.dtype] for name, (_, tensor) in self.tensors.items()}
         self.shapes = {name: tensor.shape for name, (_, tensor) in self.tensors.items()}
-        self.interpreter = defined.interpreter(plugins)
+        self.interpreter = defined.interpreter(run_node)
         self.profiles = step_profiles(defined.spec, limits)
         self.inputs = profile_inputs(defined.spec)
         self.contexts: list[FakeContext] = []

@@ -64,17 +64,16 @@ _CLASSES = {
     "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
     "QUANTIZE": "IQuantizeLayer",
     "REDUCE": "IReduceLayer",
-    "SCATTER": "IScatterLayer",
     "SELECT": "ISelectLayer",
     "SHAPE": "IShapeLayer",
     "SHUFFLE": "IShuffleLayer",
     "SLICE": "ISliceLayer",
-    "SOFTMAX": "ISoftMaxLayer",
     "TOPK": "ITopKLayer",
     "UNARY": "IUnaryLayer",
 }
 
-Plugins = tuple[list[Any], Callable[[Any, list[Tensor]], list[Tensor]]]  # nodes, and what runs one
+RunNode = Callable[[Any, list[Tensor]], list[Tensor]]
+Plugins = tuple[list[Any], RunNode]  # nodes, and what runs one
 Step = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -201,10 +200,6 @@ class NetworkInterpreter:
 
         return top_k
 
-    def _softmax(self, layer: Any) -> Step:
-        axis = _only_bit(layer.axes)
-        return lambda given: [given[0].softmax(axis)]
-
     def _matrix_multiply(self, layer: Any) -> Step:
         turned = [getattr(layer, f"op{i}").name == "TRANSPOSE" for i in (0, 1)]
 
@@ -277,28 +272,10 @@ class NetworkInterpreter:
             x, indices = given[0], given[1].long()
             if mode == "ELEMENT":
                 return [x.gather(axis, indices)]
-            if mode == "ND":
-                return [x[tuple(indices.unbind(-1))]]
             taken = x.index_select(axis, indices.flatten())
             return [taken.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])]
 
         return gather
-
-    def _scatter(self, layer: Any) -> Step:
-        mode, axis = layer.mode.name, layer.axis
-
-        def scatter(given: list[Tensor]) -> list[Tensor]:
-            x, indices, updates = given[0].clone(), given[1].long(), given[2]
-            assert x.dtype == updates.dtype
-            if mode == "ELEMENT":
-                assert x.dim() == indices.dim() and indices.shape == updates.shape
-                places = indices.sort(dim=axis).values
-                assert (places.diff(dim=axis) > 0).all(), "two writes to one element are undefined"
-                return [x.scatter(axis, indices, updates)]
-            x[tuple(indices.unbind(-1))] = updates
-            return [x]
-
-        return scatter
 
     def _quantize(self, layer: Any) -> Step:
         return lambda given: [quantize(given[0], given[1])]

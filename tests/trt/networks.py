@@ -1,7 +1,7 @@
 """TensorRT networks over tiny checkpoints, and an executor that runs one in the interpreter."""
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from dflash_trt.backends.tensorrt.network import (
     state_outputs_of,
     step_outputs_of,
 )
-from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
@@ -44,7 +43,9 @@ from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
-from tests.trt.interpreter import NetworkInterpreter, Plugins
+from tests.trt.interpreter import NetworkInterpreter, RunNode
+from tests.trt.plugin_reference import PluginReference
+from tests.trt.recorder import CheckedNetwork, FakePlugins, PluginNode, checked_module
 
 MAX_SEQ_LEN = 128
 MAX_NUM_TOKENS = 64
@@ -52,7 +53,10 @@ MAX_NUM_TOKENS = 64
 
 @dataclass(kw_only=True)
 class DefinedStep:
-    """A network with everything it needs to stay alive. `constants` are by the names its layers carry."""
+    """A network with everything it needs to stay alive. `constants` are by the names its layers carry.
+
+    `nodes` are its plugin nodes, whose fields may be changed before it is interpreted.
+    """
 
     trt: Any
     builder: Any
@@ -60,9 +64,12 @@ class DefinedStep:
     logger: Any
     layers: Layers
     spec: StepNetworkSpec
+    nodes: list[PluginNode]
     constants: dict[str, Tensor] = field(default_factory=dict)
 
-    def interpreter(self, plugins: Plugins | None = None) -> NetworkInterpreter:
+    def interpreter(self, run_node: RunNode | None = None) -> NetworkInterpreter:
+        """With `run_node` for the plugin nodes; by default what plugins/README.md says that they compute."""
+        plugins = self.nodes, run_node or PluginReference()
         return NetworkInterpreter(self.trt, self.network, self.constants, plugins)
 
 
@@ -72,44 +79,37 @@ def define_pair(
     drafter: Path | None = None,
     *,
     dtype: FloatDType = "float32",
-    plugins: PluginMode = "layers",
     collectives: CollectiveMode = "native",
     max_draft_len: int | None = None,
-    wrap: Callable[[Any], Any] = lambda thing: thing,
+    missing: tuple[str, ...] = (),
     quantized: Mapping[str, QuantizedWeight[Tensor]] | None = None,
     mapping: RankMapping | None = None,
     pages: QuantizationSpec | None = None,
     has_page_groups: bool = False,
 ) -> DefinedStep:
-    """The step network of two checkpoints, with one page table unless it `has_page_groups`. `wrap` may put something
-    between us and the TensorRT module, `pages` says which are FP8.
+    """The step network of two checkpoints, with one page table unless it `has_page_groups`. `pages` says which are FP8.
+
+    The plugin library lacks the `missing` plugins.
     """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
-    spec = replace(spec, quantization=pages, plugins=plugins, collectives=collectives)
+    spec = replace(spec, quantization=pages, collectives=collectives)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
     if has_page_groups:
         spec = replace(spec, page_windows=spec.states.windows(MAX_SEQ_LEN + spec.max_draft_len))
-    return define_step(trt, spec, tensors, quantized or {}, wrap=wrap)
+    return define_step(trt, spec, tensors, quantized or {}, missing=missing)
 
 
-def define_engine(
-    trt: Any,
-    engine: EngineDir,
-    *,
-    rank: int = 0,
-    plugins: PluginMode = "layers",
-    wrap: Callable[[Any], Any] = lambda thing: thing,
-) -> DefinedStep:
+def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0) -> DefinedStep:
     """The step network of one rank of an engine directory of the torch backend."""
     config = engine.manifest.pretrained_config
     config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-    spec = replace(network_spec(config, engine.manifest.build_config), plugins=plugins)
+    spec = network_spec(config, engine.manifest.build_config)
     whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}
     plain, quantized = split_quantized(load_file(engine.weights_path(rank)), table, formats)
-    return define_step(trt, spec, plain, quantized, wrap=wrap)
+    return define_step(trt, spec, plain, quantized)
 
 
 def define_step(
@@ -118,18 +118,27 @@ def define_step(
     tensors: Mapping[str, Tensor],
     quantized: Mapping[str, QuantizedWeight[Tensor]],
     *,
-    wrap: Callable[[Any], Any] = lambda thing: thing,
+    missing: tuple[str, ...] = (),
 ) -> DefinedStep:
+    """Through the API of TensorRT 11.4 alone, and in a network of TensorRT-RTX but for the plugin nodes."""
     logger = make_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
-    layers = Layers(wrap(trt), wrap(network), logger)
+    plugins = FakePlugins(trt, missing=missing)
+    layers = Layers(checked_module(trt, plugins), CheckedNetwork(network, plugins), logger)
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     hosts = host_tensors(tensors)
     define_step_network(layers, spec, hosts, quantized=host_quantized(quantized), rope_tables=rope_tables)
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return DefinedStep(
-        trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants
+        trt=trt,
+        builder=builder,
+        network=network,
+        logger=logger,
+        layers=layers,
+        spec=spec,
+        nodes=plugins.nodes,
+        constants=constants,
     )
 
 
@@ -145,7 +154,6 @@ def open_spec(
         dtype=dtype,
         page_size=PAGE_SIZE,
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
-        max_num_tokens=MAX_NUM_TOKENS,
         mapping=mapping,
     )
     return spec, dict(pair.iter_weights(dtype=torch_dtype(dtype), mapping=mapping))
@@ -170,13 +178,6 @@ def tensor_of(host: HostTensor) -> Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(host.shape)
 
 
-def view_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Host memory as a tensor."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 class InterpretedExecutor:
     """Implements `core.step_plan.StepExecutor` over an interpreted network; K = 0 runs as K = 1 without its drafts."""
 
@@ -188,26 +189,26 @@ class InterpretedExecutor:
         num_window_pages: int | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
         max_batch_size: int = 8,
-        plugins: Plugins | None = None,
+        run_node: RunNode | None = None,
     ) -> None:
         """Groups with a window have `num_window_pages` each; None: as many as the first."""
         spec = defined.spec
         self.limits = ExecutorLimits(
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
-            max_num_tokens=spec.max_num_tokens,
+            max_num_tokens=MAX_NUM_TOKENS,
             max_draft_len=spec.max_draft_len,
-            num_choices=spec.num_choices,
+            draft_topk=spec.draft_topk,
             page_size=spec.page_size,
             num_pages=num_pages,
             page_windows=tuple(PageWindow(window, num_window_pages or num_pages) for window in spec.page_windows),
         )
         self._spec = spec
         self._slots = SlotMirror(self.limits.max_positions, windows=spec.page_windows, max_pages=self.limits.max_pages)
-        self._interpreter = defined.interpreter(plugins)
+        self._interpreter = defined.interpreter(run_node)
         num_slots = self.limits.max_batch_size + 1
-        self._drawn_from = {
-            tensor.name: torch.zeros(num_slots, spec.max_draft_len * spec.num_choices, dtype=torch_dtype(tensor.dtype))
+        self._draft_topk_tensors = {
+            tensor.name: torch.zeros(num_slots, spec.max_draft_len * spec.draft_topk, dtype=torch_dtype(tensor.dtype))
             for tensor in DRAFT_OUTPUTS
         }
         cpu, windows = torch.device("cpu"), self.limits.page_windows
@@ -234,18 +235,17 @@ class InterpretedExecutor:
         names = ["page_table", *(f"page_table.{window}" for window in self._spec.page_windows)]
         named |= dict(zip(names, tables, strict=True))
         named["slot_ids"] = slots = torch.from_numpy(plan.rows.slot_ids)
-        width = num_draft_tokens * self._spec.num_choices
-        choices, chances = (stored[slots, :width] for stored in self._drawn_from.values())
+        width = num_draft_tokens * self._spec.draft_topk
+        draft_topk_ids, draft_topk_probs = (stored[slots, :width] for stored in self._draft_topk_tensors.values())
         is_chained = torch.from_numpy(plan.rows.context_lens == CHAINED)
-        named |= {"choices": choices, "chances": chances * is_chained[:, None]}
+        named |= {"draft_topk_ids": draft_topk_ids, "draft_topk_probs": draft_topk_probs * is_chained[:, None]}
         given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
         outputs = self._interpreter.run(named | given)
         written = {tensor.name for tensor in state_outputs_of(self._spec)}
         assert set(outputs) == {tensor.name for tensor in step_outputs_of(self._spec)} | written
         for name in written:
             self._state.tensors[name].copy_(outputs[name])
-        self._state.finish_step()
-        for name, stored in self._drawn_from.items():
+        for name, stored in self._draft_topk_tensors.items():
             if name in outputs:
                 stored[slots, :width] = outputs[name]
         acceptance = Acceptance(

@@ -30,8 +30,8 @@ from tests.engines import PAGE_SIZE
 from tests.traces import SAMPLED, integers, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeContext, FakeEngine
 from tests.trt.interpreter import NetworkInterpreter, Step
-from tests.trt.networks import MAX_SEQ_LEN, DefinedStep
-from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.networks import MAX_SEQ_LEN, DefinedStep, define_pair
+from tests.trt.plugin_reference import PluginReference
 
 CPU = torch.device("cpu")
 REQUESTS: dict[str, Any] = {"samplings": SAMPLED, "num_draft_tokens": (3, 0, 3), "num_new": 6}
@@ -101,15 +101,15 @@ class Graph:
 
 
 def make_engine(target: Path, drafter: Path, mapping: Mapping) -> tuple[RankEngine, DefinedStep]:
-    defined, nodes = define_with_plugins(tensorrt_rtx, target, drafter, mapping=mapping)
+    defined = define_pair(tensorrt_rtx, target, drafter, mapping=mapping)
 
     class Step(DefinedStep):
-        def interpreter(self, plugins: Any = None) -> NetworkInterpreter:
-            return NcclInterpreter(self.trt, self.network, self.constants, plugins)
+        def interpreter(self, run_node: Any = None) -> NetworkInterpreter:
+            return NcclInterpreter(self.trt, self.network, self.constants, (self.nodes, PluginReference()))
 
     step = Step(**vars(defined))
     limits = EngineLimits(max_draft_len=defined.spec.max_draft_len, **_LIMITS)
-    return RankEngine(step, limits, plugins=(nodes, PluginReference())), step
+    return RankEngine(step, limits), step
 
 
 def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.shard import fingerprint
-from tests.trt.interpreter import NetworkInterpreter, Plugins, Step
+from tests.trt.interpreter import NetworkInterpreter, Plugins, RunNode, Step
 from tests.trt.networks import DefinedStep, InterpretedExecutor, define_engine, define_pair
-from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.plugin_reference import PluginReference
 
 T = TypeVar("T")
 
@@ -82,7 +82,8 @@ class RankStep(DefinedStep):
     threads: RankThreads
     rank: int
 
-    def interpreter(self, plugins: Plugins | None = None) -> NetworkInterpreter:
+    def interpreter(self, run_node: RunNode | None = None) -> NetworkInterpreter:
+        plugins = self.nodes, run_node or _CollectiveNodes(self.threads, self.rank)
         return _RankInterpreter(self.threads, self.rank, self.trt, self.network, self.constants, plugins)
 
 
@@ -112,25 +113,21 @@ def interpreted_ranks(
     num_pages: int,
     collectives: CollectiveMode = "native",
 ) -> InterpretedRanks:
-    """The networks of all ranks of a pair, interpreted; with plugin nodes where the collectives are."""
+    """The networks of all ranks of a pair, interpreted."""
     threads = RankThreads(num_ranks)
     executors = []
     for rank in range(num_ranks):
         mapping = RankMapping(world_size=num_ranks, tp_size=num_ranks, rank=rank)
-        plugins: Plugins | None = None
-        if collectives == "plugin":
-            defined, nodes = define_with_plugins(trt, target, drafter, mapping=mapping, collectives="plugin")
-            plugins = (nodes, _CollectiveNodes(threads, rank))
-        else:
-            defined = define_pair(trt, target, drafter, mapping=mapping)
+        defined = define_pair(trt, target, drafter, mapping=mapping, collectives=collectives)
         step = RankStep(**vars(defined), threads=threads, rank=rank)
-        executors.append(InterpretedExecutor(step, num_pages=num_pages, plugins=plugins))
+        executors.append(InterpretedExecutor(step, num_pages=num_pages))
     return InterpretedRanks(threads, executors)
 
 
 def interpreted_engine(trt: Any, engine: EngineDir, **sizes: int) -> InterpretedRanks:
-    """All ranks of an engine directory of the torch backend, as TensorRT networks in plain layers. `sizes` are those of
-    InterpretedExecutor.
+    """All ranks of an engine directory of the torch backend, as TensorRT networks.
+
+    `sizes` are those of InterpretedExecutor.
     """
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     threads = RankThreads(num_ranks)

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.kernels.programs import PROGRAMS
+from tests.plugins.output_shapes import output_shapes
+
 MANIFEST = json.loads((Path(__file__).parents[1] / "data" / "tensorrt_11.4_api_manifest.json").read_text())
 
 
@@ -98,7 +101,7 @@ class PluginNode:
 
 
 class FakePlugins:
-    """The registry and the nodes. `shapes` says, per plugin, dtype and shape of each output from the inputs."""
+    """The registry and the nodes."""
 
     def __init__(self, trt: Any, *, missing: tuple[str, ...] = ()) -> None:
         self.trt = trt
@@ -111,46 +114,20 @@ class FakePlugins:
 
     def add(self, network: Any, inputs: list[Any], plugin: PluginNode) -> "_PluginLayer":
         plugin.given = inputs
-        for i, (dtype, shape) in enumerate(output_types(plugin.name, inputs, plugin.fields)):
+        for i, (dtype, shape) in enumerate(output_types(self.trt, plugin.name, inputs, plugin.fields)):
             plugin.made.append(network.add_input(f"plugin {len(self.nodes)} output {i}", dtype, shape))
         self.nodes.append(plugin)
         # An input cannot be marked as an output; what follows it can.
         return _PluginLayer([network.add_identity(tensor).get_output(0) for tensor in plugin.made], plugin)
 
 
-def output_types(name: str, inputs: list[Any], fields: Mapping[str, float]) -> list[tuple[Any, tuple[int, ...]]]:
-    """What plugins/README.md promises about the outputs of each plugin."""
-    if name in ("AttendPages", "AttendDraft"):
-        q = inputs[0 if name == "AttendPages" else 2]
-        return [(q.dtype, (-1, q.shape[1] * q.shape[2]))]
-    if name == "Experts":
-        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
-    if name == "GatedDelta":
-        qkvz, norm, log_rate = inputs[0], inputs[5], inputs[3]
-        return [(qkvz.dtype, (-1, log_rate.shape[0] * norm.shape[0]))]
-    if name == "AttendLatents":
-        return [
-            (inputs[0].dtype, (-1, inputs[0].shape[1], size))
-            for size in (int(fields["latent_dim"]), inputs[4].shape[1])
-        ]
-    if name == "WriteDraftContext":
-        return [(inputs[3].dtype, (1,))]
-    if name == "PreviousRows":
-        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
-    if name == "DraftTokens":
-        temperature, next_context_lens = inputs[1], inputs[4]
-        return [(dtype, (-1, -1)) for dtype in (next_context_lens.dtype, next_context_lens.dtype, temperature.dtype)]
-    if name in ("AllReduce", "AllGather"):
-        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
-    token_ids, logit_rows, temperature = inputs[1], inputs[5], inputs[9]
-    rows = tuple(logit_rows.shape)
-    return [
-        (token_ids.dtype, rows),
-        (temperature.dtype, rows),
-        (token_ids.dtype, (-1,)),
-        (token_ids.dtype, (-1,)),
-        (token_ids.dtype, (-1,)),
-    ]
+def output_types(trt: Any, name: str, inputs: list[Any], fields: Mapping[str, float]) -> list[tuple[Any, Any]]:
+    """What the program promises about the outputs of a node: dtype and shape."""
+    program = next(program for program in PROGRAMS if program.name == name)
+    types = {"F": inputs[0].dtype, "int32": trt.DataType.INT32, "float32": trt.DataType.FLOAT}
+    shapes = {name: tuple(tensor.shape) for name, tensor in zip(program.input_names, inputs, strict=True)}
+    dtypes = [types[rule.dtype] for rule in program.outputs]
+    return list(zip(dtypes, output_shapes(program, shapes, fields), strict=True))
 
 
 class CheckedNetwork(Checked):

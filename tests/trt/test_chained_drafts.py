@@ -1,4 +1,4 @@
-"""Drafts drawn apart, in steps that are fed on the device: slots bring to a step what its drafts were drawn from."""
+"""Rejection sampling in steps that are fed on the device: slots bring a step its drafts' candidates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,8 +21,7 @@ from tests.engines import PAGE_SIZE, make_executor
 from tests.factories import make_target
 from tests.traces import PROMPTS, Steps, integers
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
-from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
-from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.networks import MAX_SEQ_LEN, define_pair
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM
 
@@ -35,7 +34,7 @@ SAMPLINGS = (
     StepSampling(),
     StepSampling(temperature=3.0, top_k=9, top_p=0.95, min_p=0.02, seed=11, draft_stream=1),
 )
-APART = [i for i, sampling in enumerate(SAMPLINGS) if sampling.draft_stream]
+REJECTION = [i for i, sampling in enumerate(SAMPLINGS) if sampling.draft_stream]
 
 
 def dflash(root: Path) -> tuple[Path, Path]:
@@ -64,16 +63,11 @@ def eagle3(root: Path) -> tuple[Path, Path]:
 DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3)
 
 
-def make_ours(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> TensorRTExecutor:
-    nodes = None
-    if plugins == "layers":
-        defined = define_pair(trt, *pair, max_draft_len=K)
-    else:
-        defined, made = define_with_plugins(trt, *pair, max_draft_len=K)
-        nodes = (made, PluginReference())
+def make_ours(trt: ModuleType, pair: tuple[Path, Path]) -> TensorRTExecutor:
+    defined = define_pair(trt, *pair, max_draft_len=K)
     sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": 64, "max_draft_len": K}
     sizes |= {"page_size": PAGE_SIZE}
-    engine = FakeEngine(defined, EngineLimits(**sizes), plugins=nodes)
+    engine = FakeEngine(defined, EngineLimits(**sizes))
     contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=(), device=CPU)
     limits = ExecutorLimits(**sizes, num_pages=4 * NUM_PAGES)
     return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
@@ -112,48 +106,37 @@ def _chained(plan: StepPlan, is_prompt: Sequence[bool]) -> StepPlan:
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
 def test_chained_steps_give_torchs_tokens_and_drafts(
-    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]], plugins: str
+    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]]
 ) -> None:
     pair = make(tmp_path)
     expected = steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
-    ours = make_ours(trt, pair, plugins)
+    ours = make_ours(trt, pair)
     assert integers(steps_of(ours)) == integers(expected)
-    counts = [(row[r].num_accepted, min(KS[i], KS[i + 1])) for i, row in enumerate(expected[2:], 1) for r in APART]
+    counts = [(row[r].num_accepted, min(KS[i], KS[i + 1])) for i, row in enumerate(expected[2:], 1) for r in REJECTION]
     assert 0 < sum(accepted for accepted, _ in counts) < sum(given for _, given in counts)  # and rejections
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
-def test_the_interpreted_network_alone_gives_them_too(
+def test_slots_that_lose_the_candidates_of_drafts_are_noticed(
     trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]]
 ) -> None:
     pair = make(tmp_path)
-    ours = InterpretedExecutor(define_pair(trt, *pair, max_draft_len=K), num_pages=4 * NUM_PAGES)
-    assert integers(steps_of(ours)) == integers(steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN)))
-
-
-@pytest.mark.parametrize("make", DRAFTERS)
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_slots_that_lose_what_drafts_were_drawn_from_are_noticed(
-    trt: ModuleType, tmp_path: Path, make: Callable[[Path], tuple[Path, Path]], plugins: str
-) -> None:
-    pair = make(tmp_path)
     expected = steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
-    ours = make_ours(trt, pair, plugins)
-    chances = ours._buffers.staging.slots.chances
-    found = steps_of(ours, before_step=chances.zero_)
+    ours = make_ours(trt, pair)
+    draft_topk_probs = ours._buffers.staging.slots.draft_topk_probs
+    found = steps_of(ours, before_step=draft_topk_probs.zero_)
     assert integers(found) != integers(expected)
-    shared = [r for r in range(4) if r not in APART]
+    shared = [r for r in range(4) if r not in REJECTION]
     assert [[row[r] for r in shared if r < len(row)] for row in integers(found)] == [
         [row[r] for r in shared if r < len(row)] for row in integers(expected)
     ]
 
 
-def test_what_drafts_were_drawn_from_is_no_part_of_what_the_host_gets(trt: ModuleType, tmp_path: Path) -> None:
-    ours = make_ours(trt, dflash(tmp_path), "layers")
+def test_candidates_of_drafts_are_no_part_of_what_the_host_gets(trt: ModuleType, tmp_path: Path) -> None:
+    ours = make_ours(trt, dflash(tmp_path))
     buffers: StepBuffers = ours._buffers
-    own = {"draft_choices", "draft_chances"}
+    own = {"next_draft_topk_ids", "next_draft_topk_probs"}
     assert own <= set(buffers.tensors) and not own & set(buffers.results.device_tensors)
-    num_chances = 8 * K * ours._spec.num_choices
-    assert {buffers.tensors[name].numel() for name in (*own, "choices", "chances")} == {num_chances}
+    num_probs = 8 * K * ours._spec.draft_topk
+    assert {buffers.tensors[name].numel() for name in (*own, "draft_topk_ids", "draft_topk_probs")} == {num_probs}

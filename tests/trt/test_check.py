@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -62,7 +63,7 @@ def test_each_rank_whose_network_differs_is_checked(trt, tmp_path):
     report = json.loads(result.stdout)
     assert report["ranks"] == [0, 1]
     assert report["layer_counts"]["DIST_COLLECTIVE"] == 2 + 1  # two sums in the layer, and one gathering of logits
-    assert "next_target_kv.0 BF16 [-1, 2, 4, 1, 16]" in report["outputs"]
+    assert "state_pools INT64 [1]" in report["inputs"]
 
 
 def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
@@ -73,8 +74,8 @@ def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
     report = json.loads(result.stdout)
     assert report["layer_ids"]["target"] == [0, 2]  # a delta net and attention
     assert "slot_ids INT64 [-1]" in report["inputs"]
-    assert "next_target_state.0.keys FLOAT [-1, 1, 1, 8]" in report["outputs"]  # of one of two key heads
-    assert report["profiles"]["mixed"]["slots"] == [1, 5, 5]
+    assert "state_pools INT64 [7]" in report["inputs"]  # six of a delta net, and one
+    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 1  # a mixer each, and the sampler
     heads, channels, records = 2, 2 * 8 + 2 * 12, 1
     floats = heads * 8 * 12 + records * (8 + heads * 12 + heads)
     window = (4 - 1 + records) * channels
@@ -118,14 +119,22 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     report = json.loads(result.stdout)
     assert report["layer_ids"] == {"target": [0, 1]}  # with a window and without
     assert {"page_table INT32 [-1, -1]", "page_table.6 INT32 [-1, -1]"} <= set(report["inputs"])
-    assert report["profiles"]["decode"]["pages.6"] == report["profiles"]["decode"]["pages"]
-    assert report["layer_counts"]["TOPK"] == 2 + 1  # of the routers, and the sampler's
+    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 2 + 1  # attention, experts, and the sampler
     assert report["ranks"] == ([0, 1] if words else [0])
     assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16
     planned = [planned_for("--target", tmp_path / "e", *LIMITS, *words, "--backend", name) for name in BACKENDS]
     assert [plan["rank_memory"]["weights_bytes"] for plan in planned] == [report["weights_bytes"], report["plan_bytes"]]
     assert planned[0]["target"]["kv_bytes_per_token"] == report["kv_bytes_per_token"]
     assert planned[0]["build_config"] == report["build_config"]
+
+
+def test_experts_without_triton_are_refused_with_the_way_to_get_it(trt, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dflash_trt.backends.tensorrt.experts_node", None)
+    target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)
+    result = check("--target", config_of(target, tmp_path / "e"), *LIMITS)
+    assert result.exit_code == 1
+    assert "triton: expected an importable Python package" in result.stderr
+    assert "pip install 'dflash-trt[kernels]'" in result.stderr
 
 
 def test_mxfp4_in_float16_is_refused_before_any_work(tmp_path):

@@ -1,6 +1,5 @@
 """Steps with a DFlash2 drafter: the TensorRT network, interpreted, makes the drafts of the torch backend."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt import lowering_dflash2
+from dflash_trt.backends.tensorrt import dflash2_ops
 from dflash_trt.backends.tensorrt.builder import build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
 from dflash_trt.backends.tensorrt.layers import Layers
@@ -22,9 +21,7 @@ from tests.factories import make_target
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair, host_tensors, open_spec
 from tests.trt.ranks import interpreted_engine
-from tests.trt.recorder import CheckedNetwork, FakePlugins, checked_module
 from tests.trt.test_builder import CHECK, LIMITS
-from tests.trt.test_plugins import PluginReference, define_with_plugins
 
 K = 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,18 +54,12 @@ def assert_same(found: dict[str, Steps], expected: dict[str, Steps]) -> None:
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, tmp_path: Path, options: dict[str, Any]) -> None:
     target, drafter = make_pair(tmp_path, options)
-    ours = InterpretedExecutor(define_pair(trt, target, drafter))
+    defined = define_pair(trt, target, drafter)
+    assert "DraftTokens" not in {node.name for node in defined.nodes}
+    ours = InterpretedExecutor(defined)
     theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
     ks = (K, 1, 0, 3)  # one network serves them all
     assert_same(steps_of(ours, ks=ks), steps_of(theirs, ks=ks))
-
-
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(trt: ModuleType, tmp_path: Path) -> None:
-    target, drafter = make_pair(tmp_path, {})
-    defined, nodes = define_with_plugins(trt, target, drafter)
-    assert "DraftTokens" not in {node.name for node in nodes}
-    ours = InterpretedExecutor(defined, plugins=(nodes, PluginReference()))
-    assert_same(steps_of(ours), steps_of(make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)))
 
 
 def test_two_ranks_make_the_drafts_of_one(trt: ModuleType, tmp_path: Path) -> None:
@@ -80,7 +71,7 @@ def test_two_ranks_make_the_drafts_of_one(trt: ModuleType, tmp_path: Path) -> No
 
 
 def _negate_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_dflash2.block_conv
+    honest = dflash2_ops.block_conv
 
     def negated(layers: Layers, x: Any, filters: Any, base: Any, **sizes: Any) -> Any:
         return honest(layers, x, layers.unary("NEG", filters), base, **sizes)
@@ -89,16 +80,16 @@ def _negate_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _take_the_first_slot_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering_dflash2, "_at", lambda layers, slot, num_slots: layers.ints([0], (1,)))
+    monkeypatch.setattr(dflash2_ops, "_at", lambda layers, slot, num_slots: layers.ints([0], (1,)))
 
 
 def _draw_in_noise_of_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_dflash2.noise_of_row_tokens
+    honest = dflash2_ops.noise_of_row_tokens
 
     def of_others(layers: Layers, seed: Any, position: Any, tokens: Any, stream: Any) -> Any:
         return honest(layers, seed, position, layers.binary("SUM", tokens, 1), stream)
 
-    monkeypatch.setattr(lowering_dflash2, "noise_of_row_tokens", of_others)
+    monkeypatch.setattr(dflash2_ops, "noise_of_row_tokens", of_others)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +110,10 @@ def test_a_perturbed_lowering_is_noticed(
     assert integers(found[kind]) != integers(expected[kind])
 
 
+@pytest.mark.slow
 def test_the_step_compiles_with_both_profiles(trt: ModuleType, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, {"target_layer_ids": (0,)}, num_hidden_layers=1)
     spec, tensors = open_spec(*pair, dtype="bfloat16")
-    spec = replace(spec, plugins="layers")
     limits = LIMITS.model_copy(update={"max_draft_len": K})
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     built = build_plan(spec, limits, host_tensors(tensors), rope_tables=rope_tables, options=CHECK, sink=NoBytes())
@@ -131,15 +122,6 @@ def test_the_step_compiles_with_both_profiles(trt: ModuleType, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_both_lowerings_use_only_what_tensorrt_has(trt: ModuleType, tmp_path: Path, dtype: FloatDType) -> None:
+def test_the_network_uses_only_what_tensorrt_has(trt: ModuleType, tmp_path: Path, dtype: FloatDType) -> None:
     target, drafter = make_pair(tmp_path, {"kernel_size": 4})
-    define_with_plugins(trt, target, drafter, dtype=dtype)
-    plugins = FakePlugins(trt)
-    define_pair(
-        trt,
-        target,
-        drafter,
-        dtype=dtype,
-        wrap=lambda thing: checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins),
-    )
-    assert plugins.nodes == []
+    assert define_pair(trt, target, drafter, dtype=dtype).nodes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dflash_trt
-from dflash_trt.backends.tensorrt import lowering_attention, lowering_eagle3
+from dflash_trt.backends.tensorrt import drafter_ops
 from dflash_trt.backends.tensorrt.builder import build_plan
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
@@ -27,11 +27,9 @@ from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.factories import make_target
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
-from tests.trt.interpreter import Plugins
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, host_tensors, open_spec
 from tests.trt.ranks import interpreted_engine
 from tests.trt.test_builder import CHECK, LIMITS
-from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_trt_executor import CPU, HOST_STREAM
 from tests.trt.test_trt_executor import LIMITS as EXECUTOR_LIMITS
 
@@ -112,11 +110,12 @@ def test_one_network_serves_every_k_of_a_whole_chain(trt: ModuleType, pair: tupl
     assert_same(found, expected)
 
 
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
+def test_a_pass_is_one_node_over_the_pages_and_the_first_alone_writes(
     trt: ModuleType, pair: tuple[Path, Path], expected: Expected
 ) -> None:
-    """A pass is one node over the pages, of which the first alone writes; that it does not is noticed."""
-    defined, nodes = define_with_plugins(trt, *pair, max_draft_len=K)
+    """That it does not is noticed."""
+    defined = define_pair(trt, *pair, max_draft_len=K)
+    nodes = defined.nodes
     assert [node.name for node in nodes] == [
         *["AttendPages"] * 2,
         "SampleAndAccept",
@@ -128,29 +127,22 @@ def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
     assert {fields["first_key"] for fields in passes} == {1} and {fields["state"] for fields in passes} == {2}
     [rows] = [node for node in nodes if node.name == "PreviousRows"]
     assert rows.fields["state"] == 3
-    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
-    assert_same(expected.steps_of(ours), expected.greedy)
-    for pages in ours.state.values():
-        pages.zero_()
     passes[0]["shares_kv"] = 1
+    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES)
     assert integers(expected.steps_of(ours)) != integers(expected.greedy)
 
 
 def test_an_engine_that_never_drafts_writes_features_and_context(trt: ModuleType, pair: tuple[Path, Path]) -> None:
-    defined, nodes = define_with_plugins(trt, *pair, max_draft_len=0)
+    defined = define_pair(trt, *pair, max_draft_len=0)
+    nodes = defined.nodes
     assert [node.name for node in nodes][-2:] == ["PreviousRows", "WriteDraftContext"]
     outputs = [defined.network.get_output(i) for i in range(defined.network.num_outputs)]
     assert (outputs[-1].name, tuple(outputs[-1].shape)) == (CONTEXT_WRITTEN, (1,))
 
 
-def make_ours(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> TensorRTExecutor:
-    nodes: Plugins | None = None
-    if plugins == "layers":
-        defined = define_pair(trt, *pair, max_draft_len=K)
-    else:
-        defined, made = define_with_plugins(trt, *pair, max_draft_len=K)
-        nodes = (made, PluginReference())
-    engine = FakeEngine(defined, EXECUTOR_LIMITS, plugins=nodes)
+def make_ours(trt: ModuleType, pair: tuple[Path, Path]) -> TensorRTExecutor:
+    defined = define_pair(trt, *pair, max_draft_len=K)
+    engine = FakeEngine(defined, EXECUTOR_LIMITS)
     sizes = EXECUTOR_LIMITS.model_dump(
         include={"max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len", "page_size"}
     )
@@ -159,12 +151,11 @@ def make_ours(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> TensorR
     return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
 
 
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
 def test_the_executor_gives_torchs_tokens_in_padded_steps_and_its_pages_pass_the_canary(
-    trt: ModuleType, pair: tuple[Path, Path], expected: Expected, plugins: str
+    trt: ModuleType, pair: tuple[Path, Path], expected: Expected
 ) -> None:
     """Steps of 3 requests are padded to 4."""
-    ours = make_ours(trt, pair, plugins)
+    ours = make_ours(trt, pair)
     assert check_pages(ours) == "5 tokens in each of 4 pools, at 2 places"
     assert_same(expected.steps_of(ours), expected.greedy)
 
@@ -183,18 +174,8 @@ def test_two_ranks_and_quantized_weights_make_the_drafts_of_the_cpu(trt: ModuleT
         assert_same(expected.steps_of(ours), expected.greedy)
 
 
-def _read_features_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_eagle3.previous_rows
-
-    def negated(layers: Layers, x: Any, inputs: Any, index: Any, cache: Any) -> Any:
-        pages = replace(cache, tensor=layers.unary("NEG", cache.tensor))
-        return honest(layers, x, inputs, index, pages)[0], honest(layers, x, inputs, index, cache)[1]
-
-    monkeypatch.setattr(lowering_eagle3, "previous_rows", negated)
-
-
 def _begin_behind_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_eagle3.accepted_rows
+    honest = drafter_ops.accepted_rows
 
     def of_all(layers: Layers, x: Any, acceptance: Any, inputs: Any) -> Any:
         ends = layers.drop_ends(inputs.token_offsets, 0, first=1, last=0)
@@ -202,16 +183,7 @@ def _begin_behind_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
         everything = layers.binary("SUM", inputs.context_lens, layers.binary("SUB", ends, starts))
         return honest(layers, x, replace(acceptance, next_context_lens=everything), inputs)
 
-    monkeypatch.setattr(lowering_eagle3, "accepted_rows", of_all)
-
-
-def _show_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_attention._block_mask
-
-    def shown(layers: Layers, index: Any, context_lens: Any, mask: Any, block_width: Any) -> Any:
-        return honest(layers, index, context_lens, mask.model_copy(update={"first_key": 0}), block_width)
-
-    monkeypatch.setattr(lowering_attention, "_block_mask", shown)
+    monkeypatch.setattr(drafter_ops, "accepted_rows", of_all)
 
 
 def _draw_every_slot_in_the_noise_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +197,7 @@ def _draw_every_slot_in_the_noise_of_the_first(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("perturb", "kind"),
-    [
-        (_read_features_of_nobody, "greedy"),
-        (_begin_behind_the_last_row, "greedy"),
-        (_show_the_first_key, "greedy"),
-        (_draw_every_slot_in_the_noise_of_the_first, "sampled"),
-    ],
+    [(_begin_behind_the_last_row, "greedy"), (_draw_every_slot_in_the_noise_of_the_first, "sampled")],
 )
 def test_a_perturbed_lowering_drafts_something_else_and_changes_no_token(
     trt: ModuleType,
@@ -253,7 +220,7 @@ def test_a_perturbed_lowering_drafts_something_else_and_changes_no_token(
 
 def compiled(pair: tuple[Path, Path], dtype: Any, *, num_drafts: int) -> Any:
     spec, tensors = open_spec(*pair, dtype=dtype)
-    spec = replace(spec, plugins="layers", max_draft_len=num_drafts)
+    spec = replace(spec, max_draft_len=num_drafts)
     limits = LIMITS.model_copy(update={"max_draft_len": num_drafts})
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     return build_plan(spec, limits, host_tensors(tensors), rope_tables=rope_tables, options=CHECK, sink=NoBytes())

@@ -22,7 +22,7 @@ from tests.engine_dir.building import build
 from tests.engines import PAGE_SIZE
 from tests.factories import edit_json, make_target
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
-from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.networks import define_pair
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM, RecordedGraphs
 
@@ -30,7 +30,6 @@ PLAN = b"what TensorRT would have serialized"
 LIBRARY = b"plugins"
 BUILT = BuiltPlan(
     tensorrt_version="1.7.1",
-    plugins="plugin",
     flags=(),
     profiles=(Profile(name="decode", axes={"T": AxisRange(min=1, opt=16, max=16)}),),
     inputs=(),
@@ -118,7 +117,7 @@ def test_config_json_names_the_page_groups_and_one_without_them_has_one_group(tm
     assert ["of layers with a window of 6 tokens" in words for words in pages] == [True, False]
     edit_record(path, page_windows=[6])
     with pytest.raises(
-        EngineDirError, match=r"expected page_windows \[6, 9\] in 'tensorrt', those of the models, or none"
+        EngineDirError, match=r"expected page_windows \[6, 9\] in 'tensorrt', as in the models, or none"
     ):
         EngineDir.open(path)
 
@@ -143,8 +142,8 @@ def test_a_directory_is_whole_wherever_it_stands(engine_path, tmp_path, here):
     moved = tmp_path / "another" / "place"
     moved.parent.mkdir()
     engine_path.rename(moved)
-    record, library = check_identity(EngineDir.open(moved))
-    assert (record.plugin_library, library) == ("libdflash_trt_plugins.so", moved / "libdflash_trt_plugins.so")
+    library = check_identity(EngineDir.open(moved))
+    assert library == moved / "libdflash_trt_plugins.so"
     assert library.read_bytes() == LIBRARY
 
 
@@ -163,7 +162,7 @@ def test_a_library_named_by_the_user_is_loaded_instead(engine_path, tmp_path, he
     other.write_bytes(b"rebuilt")
     asked = []
 
-    def deserialize(plan, *, plugins, plugin_library):
+    def deserialize(plan, *, plugin_library):
         asked.append((plan, plugin_library))
         raise EngineDirError("as far as this")
 
@@ -250,9 +249,9 @@ def test_opening_makes_contexts_then_plans_pages_then_captures_and_looks_at_the_
     sizes = ("--page-size", PAGE_SIZE, "--max-batch-size", 4, "--max-num-tokens", 64, "--dtype", "float32")
     path = build_directory(tmp_path, *sizes)
     pair = tmp_path / "target", tmp_path / "drafter"
-    defined, nodes = define_with_plugins(trt, *pair)
+    defined = define_pair(trt, *pair)
     limits = EngineDir.open(path).manifest.build_config
-    engine, contexts_when_planned, checked = FakeEngine(defined, limits, plugins=(nodes, PluginReference())), [], []
+    engine, contexts_when_planned, checked = FakeEngine(defined, limits), [], []
     graphs = RecordedGraphs(engine)
 
     def free_memory():

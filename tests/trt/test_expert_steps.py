@@ -1,6 +1,5 @@
 """Steps of targets with experts: the TensorRT network of an engine, interpreted, gives the torch backend's tokens."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt import lowering_experts
-from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.ops import TrtOps
-from dflash_trt.backends.tensorrt.plugins import EXPERTS
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.kernels.programs import EXPERTS
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.variant import KernelVariant
 from tests.checkpoint.expert_files import to_mxfp4
@@ -22,7 +18,6 @@ from tests.factories import make_target, make_zlab_drafter
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import InterpretedExecutor, define_engine
 from tests.trt.ranks import interpreted_engine
-from tests.trt.test_plugins import PluginReference, define_engine_with_plugins
 
 K = 3
 NUM_PAGES = 128
@@ -105,81 +100,14 @@ def test_norms_that_each_rank_takes_alone_are_noticed(
     assert (logprobs(found[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3
 
 
-def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_experts._top_k
-
-    def alike(layers: Layers, logits: ITensor, moe: Moe, experts: Any) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe, experts)
-        mean = layers.reduce("AVG", weights, 1)
-        return layers.broadcast(mean, (layers.dim(weights, 0), moe.num_experts_per_token)), expert_ids
-
-    monkeypatch.setattr(lowering_experts, "_top_k", alike)
-
-
-def _choose_the_next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_experts._top_k
-
-    def next_ones(layers: Layers, logits: ITensor, moe: Moe, experts: Any) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe, experts)
-        return weights, layers.binary("SUB", layers.like(moe.num_experts - 1, expert_ids), expert_ids)
-
-    monkeypatch.setattr(lowering_experts, "_top_k", next_ones)
-
-
-def _exchange_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_experts.activated
-
-    def exchanged(layers: Layers, gate_up: ITensor, moe: Moe) -> ITensor:
-        half = gate_up.shape[-1] // 2
-        parts = [layers.slice(gate_up, 2, start, half) for start in (half, 0)]
-        return honest(layers, layers.concat(parts, 2), moe)
-
-    monkeypatch.setattr(lowering_experts, "activated", exchanged)
-
-
-def _open_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering_experts, "_of_best_groups", lambda layers, wanted, moe: wanted)
-
-
-@pytest.mark.parametrize(
-    ("pair", "perturb"),
-    [
-        ("gpt_oss in MXFP4", _weigh_all_alike),
-        ("gpt_oss in MXFP4", _choose_the_next_expert),
-        ("gpt_oss in MXFP4", _exchange_gate_and_up),
-        ("glm4_moe, groups of experts", _open_all_groups),
-    ],
-    indirect=["pair"],
-)
-def test_a_perturbed_lowering_is_noticed(
-    trt: ModuleType,
-    engine: EngineDir,
-    expected: dict[str, Steps],
-    monkeypatch: pytest.MonkeyPatch,
-    perturb: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    perturb(monkeypatch)
-    ours = InterpretedExecutor(define_engine(trt, engine), num_pages=NUM_PAGES)
-    found, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
-    first, honest = logprobs(found[:1]), logprobs(expected["greedy"][:1])  # the first step has the same inputs
-    assert (first - honest).abs().max() > 1e-3
-
-
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
-    trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]
-) -> None:
-    defined, nodes = define_engine_with_plugins(trt, engine)
-    assert [node.name for node in nodes].count("Experts") == engine.manifest.target.num_expert_layers
-    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
-    found, _ = trace(ours, GREEDY, num_draft_tokens=(K,))
-    assert integers(found) == integers(expected["greedy"])
-    torch.testing.assert_close(logprobs(found), logprobs(expected["greedy"]), rtol=0, atol=1e-4)
-    for node in nodes:
-        if node.name == "Experts":
-            node.fields["normalizes"] = 0
-            node.fields["routing"] = 0
-    other, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
-    assert (logprobs(other[:1]) - logprobs(found[:1])).abs().max() > 1e-3
+def test_nodes_that_route_otherwise_are_noticed(trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]) -> None:
+    defined = define_engine(trt, engine)
+    experts = [node for node in defined.nodes if node.name == "Experts"]
+    assert len(experts) == len(engine.manifest.target.moes)
+    for node in experts:
+        node.fields |= {"normalizes": 0, "routing": 0}
+    other, _ = trace(InterpretedExecutor(defined, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,), num_new=1)
+    assert (logprobs(other[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4"], indirect=True)
@@ -196,9 +124,9 @@ def test_the_library_of_an_engine_has_the_kernels_of_its_nodes(
     of_gate_up = [item for item in variants if item.name.startswith("expert_gate_up")]
     of_down = [item for item in variants if item.name.startswith("expert_down")]
     for rank in range(2):
-        _, nodes = define_engine_with_plugins(trt, two, rank=rank)
+        nodes = define_engine(trt, two, rank=rank).nodes
         node = next(node for node in nodes if node.name == "Experts")
-        shapes = {name: tuple(tensor.shape) for name, tensor in zip(EXPERTS.inputs, node.given, strict=True)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in zip(EXPERTS.input_names, node.given, strict=True)}
         ffn = shapes["gate_up_codes"][1] // 2
         sizes = {"IN": shapes["x"][1], "FFN": ffn, "num_chosen": node.fields["num_chosen"]}
         assert any(

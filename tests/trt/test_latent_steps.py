@@ -1,7 +1,6 @@
-"""Steps over latents: the interpreted TensorRT network gives the torch backend's tokens, in both of its lowerings."""
+"""Steps over latents: the interpreted TensorRT network gives the torch backend's tokens."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt import lowering_latents as lowering
 from dflash_trt.backends.tensorrt.canary import check_pages
-from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.latent_ops import LatentOps
 from dflash_trt.backends.tensorrt.support import unsupported_problems
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, run_batch
@@ -21,9 +19,9 @@ from tests.engines import Decoding, make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair
+from tests.trt.plugin_reference import PluginReference
 from tests.trt.ranks import interpreted_ranks
 from tests.trt.test_builder import build as build_with_rtx
-from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import make_ours
 
@@ -91,36 +89,29 @@ def test_the_whole_step_compiles(trt: ModuleType, tmp_path: Path, name: str, dty
     options = {"family": family, "target": SMALL | changes, **DRAFT}
     built = build_with_rtx(tmp_path, options, dtype, pages=FP8_PAGES if pages else None)
     assert built.plan_bytes > 100_000
-    kinds = {"FP8" in line for line in (*built.inputs, *built.outputs) if "_kv." in line}
-    assert kinds == {pages is not None}
+    assert built.layer_counts["PLUGIN_V3"] == 2 + 1 + 1 + 1 + 1  # latents, experts, the block, the samplers
 
 
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
+def test_each_layer_is_one_node_with_a_state_of_its_own(
     trt: ModuleType, pair: tuple[Path, Path], expected: Steps
 ) -> None:
-    """One node a layer. Another index of its state is noticed."""
-    defined, nodes = define_with_plugins(trt, *pair)
-    latents = [node for node in nodes if node.name == "AttendLatents"]
-    assert [node.fields["state"] for node in nodes if node.name.startswith("Attend")] == [0, 1, 2]
+    """Another index of its state is noticed."""
+    defined = define_pair(trt, *pair)
+    latents = [node for node in defined.nodes if node.name == "AttendLatents"]
+    assert [node.fields["state"] for node in defined.nodes if node.name.startswith("Attend")] == [0, 1, 2]
     assert [(node.fields["latent_dim"], node.fields["page_type"]) for node in latents] == [(32, 0)] * 2
     assert [node.fields["max_verify_rows"] for node in latents] == [defined.spec.max_draft_len + 1] * 2
-    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
-    assert integers(steps_of(ours)) == integers(expected)
     latents[1].fields["state"] = 0  # pages of layer 0, which layer 1 then overwrites
+    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES)
     assert integers(steps_of(ours)) != integers(expected)
 
 
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_fp8_pages_give_torchs_tokens(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> None:
+def test_fp8_pages_give_torchs_tokens(trt: ModuleType, pair: tuple[Path, Path]) -> None:
     """The negative control are pages with the scales of other layers."""
     wanted = steps_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=FP8_PAGES))
     for scales in (FP8_PAGES.target_kv, (LayerKvScales(k=0.0001, v=1.0), LayerKvScales(k=0.0001, v=1.0))):
         pages = FP8_PAGES.model_copy(update={"target_kv": scales})
-        if plugins == "layers":
-            ours = InterpretedExecutor(define_pair(trt, *pair, pages=pages), num_pages=NUM_PAGES)
-        else:
-            defined, nodes = define_with_plugins(trt, *pair, pages=pages)
-            ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
+        ours = InterpretedExecutor(define_pair(trt, *pair, pages=pages), num_pages=NUM_PAGES)
         found = steps_of(ours)
         assert (integers(found) == integers(wanted)) is (scales is FP8_PAGES.target_kv)
     assert [state.dtype for state in ours.state.values()] == [torch.float8_e4m3fn] * 3
@@ -128,11 +119,10 @@ def test_fp8_pages_give_torchs_tokens(trt: ModuleType, pair: tuple[Path, Path], 
     assert sizes == {(4, 32 + 8)}  # a row of a token, whatever the heads are
 
 
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
 def test_the_executor_gives_torchs_tokens_in_padded_steps_and_its_pages_pass_the_canary(
-    trt: ModuleType, pair: tuple[Path, Path], expected: Steps, plugins: str
+    trt: ModuleType, pair: tuple[Path, Path], expected: Steps
 ) -> None:
-    ours, _ = make_ours(trt, pair, plugins)
+    ours, _ = make_ours(trt, pair)
     assert check_pages(ours) == "5 tokens in each of 3 pools, at 2 places"
     assert integers(steps_of(ours)) == integers(expected)
 
@@ -171,10 +161,10 @@ def long_steps(executor: Any) -> tuple[list[Any], Tensor]:
 def test_prompts_that_begin_are_attended_directly_by_nodes(trt: ModuleType, pair: tuple[Path, Path]) -> None:
     """On one rank and on two. The negative control leaves their results out."""
     expected, wanted = long_steps(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
-    defined, nodes = define_with_plugins(trt, *pair)
+    defined = define_pair(trt, *pair)
     for leaves_out in (False, True):
         reference = DirectNodes(leaves_out=leaves_out)
-        ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, reference))
+        ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, run_node=reference)
         found, probabilities = long_steps(ours)
         assert reference.direct_rows == [[], list(range(4, 70)), [], [], []]
         assert (found == expected) is not leaves_out
@@ -209,33 +199,19 @@ def test_the_steps_of_a_quantized_engine_equal_torchs(trt: ModuleType, tmp_path:
 
 
 def _forget_the_rotated_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering.LatentOps.attend_latent
+    honest = LatentOps.attend_latent
 
     def forgetful(self: Any, q_nope: Any, q_rope: Any, latents: Any, k_rope: Any, *others: Any) -> Any:
         return honest(self, q_nope, q_rope, latents, self._layers.binary("PROD", k_rope, 0.0), *others)
 
-    monkeypatch.setattr(lowering.LatentOps, "attend_latent", forgetful)
+    monkeypatch.setattr(LatentOps, "attend_latent", forgetful)
 
 
 def _leave_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering.LatentOps, "pairs_to_halves", lambda self, x: x)
+    monkeypatch.setattr(LatentOps, "pairs_to_halves", lambda self, x: x)
 
 
-def _write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layers, "scatter_nd", lambda self, x, indices, updates: x)
-
-
-def _show_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering.attend_latents
-
-    def shown(layers: Any, index: Any, *given: Any) -> Any:
-        positions = layers.binary("SUM", index.positions, 1)
-        return honest(layers, replace(index, positions=positions), *given)
-
-    monkeypatch.setattr(lowering, "attend_latents", shown)
-
-
-@pytest.mark.parametrize("perturb", [_forget_the_rotated_key, _leave_pairs, _write_nothing, _show_the_future])
+@pytest.mark.parametrize("perturb", [_forget_the_rotated_key, _leave_pairs])
 def test_a_perturbed_lowering_is_noticed(
     trt: ModuleType,
     pair: tuple[Path, Path],

@@ -1,24 +1,20 @@
 """Llama 4 in TensorRT: the network of an engine, interpreted, gives the torch backend's tokens."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from dflash_trt.backends.tensorrt import lowering_attention, lowering_experts
+from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.cli.main import cli
-from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.engine_dir import EngineDir
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_target, make_zlab_drafter
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import InterpretedExecutor, define_engine
 from tests.trt.ranks import interpreted_engine
-from tests.trt.test_plugins import PluginReference, define_engine_with_plugins
 
 K, NUM_PAGES = 3, 128
 
@@ -59,56 +55,25 @@ def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, engine: EngineDir,
     assert_same(trace(ours, SAMPLED, num_draft_tokens=(K, 1), num_new=4)[0], expected["sampled"])
 
 
-def _ignore_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_attention.attend_pages
-
-    def unchunked(layers: Any, index: Any, q: Any, pages: Any, gqa: Any, sinks: Any) -> Any:
-        return honest(layers, index, q, pages, gqa.model_copy(update={"mask": AttentionMask()}), sinks)
-
-    monkeypatch.setattr(lowering_attention, "attend_pages", unchunked)
-
-
-def _temper_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering_attention, "tempered", lambda layers, q, positions, temperature: q)
-
-
-def _weigh_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = lowering_experts.run_experts
-
-    def weighed(layers: Any, x: Any, logits: Any, experts: Any, moe: Any) -> Any:
-        return honest(layers, x, logits, experts, moe.model_copy(update={"scales_inputs": False}))
-
-    monkeypatch.setattr(lowering_experts, "run_experts", weighed)
-
-
-@pytest.mark.parametrize("perturb", [_ignore_chunks, _temper_nothing, _weigh_results])
-def test_a_perturbed_lowering_is_noticed(
-    trt: ModuleType,
-    engine: EngineDir,
-    expected: dict[str, Steps],
-    monkeypatch: pytest.MonkeyPatch,
-    perturb: Callable[[pytest.MonkeyPatch], None],
+def test_queries_without_a_temperature_are_noticed(
+    trt: ModuleType, engine: EngineDir, expected: dict[str, Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    perturb(monkeypatch)
+    monkeypatch.setattr(TrtOps, "tempered", lambda self, q, rows, temperature: q)
     ours = InterpretedExecutor(define_engine(trt, engine), num_pages=NUM_PAGES)
     found, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
     assert (logprobs(found[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3
 
 
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
-    trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]
-) -> None:
-    defined, nodes = define_engine_with_plugins(trt, engine)
-    attention, experts = ([node for node in nodes if node.name == name] for name in ("AttendPages", "Experts"))
+def test_nodes_with_other_fields_are_noticed(trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]) -> None:
+    defined = define_engine(trt, engine)
+    attention, experts = ([node for node in defined.nodes if node.name == name] for name in ("AttendPages", "Experts"))
     assert [node.fields["chunk"] for node in attention] == [3, 0]
     assert [node.fields["scales_inputs"] for node in experts] == [1, 1]
-    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
-    found, _ = trace(ours, GREEDY, num_draft_tokens=(K,))
-    assert_same(found, expected["greedy"])
-    for node, field in ((attention[0], "chunk"), (experts[1], "scales_inputs")):  # the negative controls
+    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES)
+    for node, field in ((attention[0], "chunk"), (experts[1], "scales_inputs")):
         before, node.fields[field] = node.fields[field], 0
         other, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
-        assert (logprobs(other[:1]) - logprobs(found[:1])).abs().max() > 1e-3, field
+        assert (logprobs(other[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3, field
         node.fields[field] = before
 
 

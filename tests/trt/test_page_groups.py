@@ -14,7 +14,6 @@ from dflash_trt import SamplingParams
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
-from dflash_trt.backends.tensorrt.self_test import qualify
 from dflash_trt.cli.main import cli
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
@@ -27,6 +26,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.window_pages import WindowPages
 from dflash_trt.serving.engine_loop import EngineLoop
+from scripts.tensorrt_self_test import qualify
 from tests.dflash2_files import make_dflash2_drafter
 from tests.engines import PAGE_SIZE, make_executor
 from tests.executor.rank_engines import build
@@ -35,7 +35,6 @@ from tests.gemma_targets import make_gemma
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
 from tests.trt.ranks import interpreted_engine
-from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_trt_executor import CPU, HOST_STREAM, RecordedGraphs
 
 K, NUM_NEW, MAX_BATCH_SIZE, MAX_NUM_TOKENS = 3, 24, 2, 24
@@ -147,19 +146,14 @@ def expected_of(pair: tuple[Path, Path], **options: Any) -> tuple[list[list[int]
 def make_ours(
     trt: ModuleType,
     pair: tuple[Path, Path],
-    plugins: str,
     *,
     pages: QuantizationSpec | None = None,
     max_draft_len: int = K,
     num_window_pages: int = NUM_WINDOW_PAGES,
     max_batch_size: int = MAX_BATCH_SIZE,
 ) -> tuple[TensorRTExecutor, FakeEngine]:
-    """The product's executor over an interpreted engine; with plugin nodes its decode steps are captured."""
-    if plugins == "layers":
-        defined, nodes = define_pair(trt, *pair, pages=pages, has_page_groups=True), None
-    else:
-        defined, made = define_with_plugins(trt, *pair, pages=pages, has_page_groups=True)
-        nodes = (made, PluginReference())  # type: ignore[no-untyped-call]
+    """The product's executor over an interpreted engine, whose decode steps are captured."""
+    defined = define_pair(trt, *pair, pages=pages, has_page_groups=True)
     sizes = {"max_batch_size": max_batch_size, "max_seq_len": MAX_SEQ_LEN, "page_size": PAGE_SIZE}
     built = EngineLimits(max_num_tokens=MAX_NUM_TOKENS, max_draft_len=K, **sizes)
     limits = ExecutorLimits(
@@ -169,13 +163,13 @@ def make_ours(
         page_windows=tuple(PageWindow(window, num_window_pages) for window in defined.spec.page_windows),
         **sizes,
     )
-    engine = FakeEngine(defined, built, plugins=nodes)
+    engine = FakeEngine(defined, built)
     captured = captured_shapes(defined.spec, limits, (K,))
     contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=captured, device=CPU)
     graphs = RecordedGraphs(engine)  # type: ignore[no-untyped-call]
     ours = TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=graphs, device=CPU)
     ours.warm_up()
-    assert bool(captured) == (plugins == "plugin") and ours.graphs.num_graphs == len(captured)
+    assert ours.graphs.num_graphs == len(captured) > 0
     return ours, engine
 
 
@@ -185,21 +179,16 @@ def assert_same_drafts(found: dict[tuple[str, int], list[int]], expected: dict[t
 
 
 @pytest.mark.parametrize(
-    ("name", "plugins", "pages", "overlaps"),
-    [
-        ("Gemma 3", "plugin", None, True),
-        ("Gemma 3", "layers", None, False),
-        ("Gemma 3", "plugin", FP8_PAGES, False),
-        ("gpt-oss with DFlash2", "layers", None, False),
-    ],
-    ids=["Gemma 3, chained graphs", "Gemma 3 in plain layers", "Gemma 3, FP8 pages", "gpt-oss with DFlash2"],
+    ("name", "pages", "overlaps"),
+    [("Gemma 3", None, True), ("Gemma 3", FP8_PAGES, False), ("gpt-oss with DFlash2", None, False)],
+    ids=["Gemma 3, chained graphs", "Gemma 3, FP8 pages", "gpt-oss with DFlash2"],
 )
 def test_tokens_and_drafts_are_torchs_while_pages_before_windows_are_freed_and_used_again(
-    trt: ModuleType, tmp_path: Path, name: str, plugins: str, pages: QuantizationSpec | None, overlaps: bool
+    trt: ModuleType, tmp_path: Path, name: str, pages: QuantizationSpec | None, overlaps: bool
 ) -> None:
     make, windows = PAIRS[name]
     pair = make(tmp_path)
-    ours, _ = make_ours(trt, pair, plugins, pages=pages)
+    ours, _ = make_ours(trt, pair, pages=pages)
     assert tuple(group.window for group in ours.limits.page_windows) == windows
     poisoned = Poisoned(ours, [ours.state])
     tokens, drafts = expected_of(pair, quantization=pages)
@@ -213,7 +202,7 @@ def test_the_columns_of_page_tables_are_the_schedulers_when_it_drafts_nothing(
     trt: ModuleType, gemma: tuple[Path, Path]
 ) -> None:
     """An engine drafts in every step, also where no drafter is used and requests have fewer pages at most."""
-    ours, _ = make_ours(trt, gemma, "plugin", max_draft_len=0)
+    ours, _ = make_ours(trt, gemma, max_draft_len=0)
     assert ours.limits.max_pages < NUM_PAGES // MAX_BATCH_SIZE
     poisoned = Poisoned(ours, [ours.state])
     assert serve(poisoned, num_draft_tokens=0) == expected_of(gemma)[0]
@@ -226,13 +215,13 @@ def test_a_page_that_is_freed_too_early_is_noticed(
     first_page = WindowPages.first_page
     monkeypatch.setattr(WindowPages, "first_page", lambda pages, num_tokens: first_page(pages, num_tokens + 4))
     monkeypatch.setattr(SlotWindows, "_blank", lambda windows, *place: None)
-    ours, _ = make_ours(trt, gemma, "plugin")
+    ours, _ = make_ours(trt, gemma)
     first, *_ = serve(Poisoned(ours, [ours.state]))
     assert len(first) < NUM_NEW, "logits that are no numbers end a request"
 
 
 def test_page_tables_exchanged_between_groups_give_other_tokens(trt: ModuleType, gemma: tuple[Path, Path]) -> None:
-    ours, _ = make_ours(trt, gemma, "layers", num_window_pages=NUM_PAGES)  # every page is there in every group
+    ours, _ = make_ours(trt, gemma, num_window_pages=NUM_PAGES)  # every page is there in every group
     found, tables = Poisoned(ours, [], poisons=False), ours._buffers.tensors
     ours._contexts.bind({"page_table": tables["page_table.6"], "page_table.6": tables["page_table"]})
     assert serve(found) != expected_of(gemma)[0]
@@ -251,19 +240,19 @@ def test_two_ranks_free_the_same_pages(trt: ModuleType, gemma: tuple[Path, Path]
 
 
 def test_the_checks_of_an_opened_engine_look_at_every_group(trt: ModuleType, gemma: tuple[Path, Path]) -> None:
-    ours, engine = make_ours(trt, gemma, "plugin")
+    ours, engine = make_ours(trt, gemma)
     assert check_pages(ours) == "5 tokens in each of 6 pools, at 2 places"
     addresses = [engine.contexts[0].addresses[name] for name in ("page_table", "page_table.6", "page_table.9")]
     assert len(set(addresses)) == 3 and all((address - addresses[0]) % 256 == 0 for address in addresses)
     sizes = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 3, "max_num_tokens": MAX_NUM_TOKENS}
     theirs = make_executor(*gemma, has_page_groups=True, **sizes)
-    ours, _ = make_ours(trt, gemma, "layers", max_batch_size=3)
+    ours, _ = make_ours(trt, gemma, max_batch_size=3)
     findings = list(qualify(theirs, ours, vocab_size=12))
     assert [finding.detail for finding in findings if not finding.has_passed] == []
 
 
 def test_a_pair_with_groups_builds_through_tensorrt_rtx(trt: ModuleType, gemma: tuple[Path, Path]) -> None:
-    """Plain layers: a page table for each group, and pools of as many pages as the group has."""
+    """With a page table for each group."""
     words = ["--target", gemma[0], "--drafter", gemma[1], "--max-batch-size", 2, "--page-size", 4]
     words += ["--max-num-tokens", 24, "--max-seq-len", 64, "--json"]
     result = CliRunner().invoke(cli, [str(word) for word in ("build", "--check", *words)])
@@ -271,5 +260,3 @@ def test_a_pair_with_groups_builds_through_tensorrt_rtx(trt: ModuleType, gemma: 
     report = json.loads(result.stdout)
     tables = [line for line in report["inputs"] if line.startswith("page_table")]
     assert tables == [f"page_table{group} INT32 [-1, -1]" for group in ("", ".6", ".9")]
-    axes = report["profiles"]["decode"]
-    assert axes["pages"] == axes["pages.6"] == axes["pages.9"] == [1, 2 * (17 // 4) + 1, 2 * 17 + 1]

@@ -1,324 +1,41 @@
-"""The plugin lowering: only names TensorRT 11.4 has, only what plugins/README.md promises, and the same tokens."""
+"""Plugin nodes: only names that TensorRT 11.4 has, and only what plugins/README.md promises."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import Tensor
 
-from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
-from dflash_trt.backends.torch import attention as torch_attention
-from dflash_trt.backends.torch import attention_plan, paged_rows
-from dflash_trt.backends.torch import sampling as torch_sampling
-from dflash_trt.backends.torch.moe import activated
-from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
-from dflash_trt.backends.torch.scores import Scores
-from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
-from dflash_trt.core.model.gqa import AttentionMask
-from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import PagedRows
-from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.kernels.experts_launch import ACTIVATIONS
-from dflash_trt.kernels.packed_product import FP8
-from dflash_trt.kernels.routing_launch import KINDS, Router
-from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.state import RowCache
-from tests.caches import cache_of
-from tests.engines import PAGE_SIZE, make_executor
-from tests.kernels import reference_experts
-from tests.plugins.delta_cases import run_reference as run_delta
-from tests.plugins.expert_cases import decoded
-from tests.plugins.latent_cases import run_reference as run_latents
-from tests.traces import GREEDY, integers, trace
-from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, view_at
+from dflash_trt.kernels.programs import PROGRAMS
+from tests.engines import PAGE_SIZE
+from tests.trt.networks import define_pair
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
 from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
 README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()
 
 
-def define_with_plugins(trt, target, drafter, *, missing=(), **options):
-    """The plugin lowering behind the 11.4 manifest; the nodes it made."""
-    plugins = FakePlugins(trt, missing=missing)
-
-    def wrap(thing):
-        return checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins)
-
-    defined = define_pair(trt, target, drafter, plugins="plugin", wrap=wrap, **options)
-    return defined, plugins.nodes
-
-
-def define_engine_with_plugins(trt, engine, *, rank=0):
-    """The same for a rank of an engine directory of the torch backend."""
-    plugins = FakePlugins(trt)
-
-    def wrap(thing):
-        return checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins)
-
-    return define_engine(trt, engine, rank=rank, wrap=wrap, plugins="plugin"), plugins.nodes
-
-
-class PluginReference:
-    """plugins/README.md in PyTorch: what each node computes, from its named inputs and its fields."""
-
-    def __init__(self) -> None:
-        self.contracts = {plugin.name: plugin for plugin in PLUGINS}
-
-    def __call__(self, node, given: list[Tensor]) -> list[Tensor]:
-        contract = self.contracts[node.name]
-        assert set(node.fields) == {*contract.fields, *contract.real_fields}
-        named = dict(zip(contract.inputs, given, strict=True))
-        return getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', node.name).lower()}")(named, node.fields)
-
-    def _attend_pages(self, x, settings):
-        num_rows = int(x["token_offsets"][-1])  # rows and requests that pad a step come last, and have no tokens
-        num_requests = int((x["token_offsets"].diff() > 0).sum())
-        padding = torch.zeros(len(x["q"]) - num_rows, x["q"].shape[1:].numel(), dtype=x["q"].dtype)
-        if num_requests == 0:
-            return [padding]
-        x = x | {name: x[name][:num_rows] for name in ("q", "k", "v", "positions")}  # of k and v, there may be none
-        x |= {name: x[name][:num_requests] for name in ("context_lens", "page_table")}
-        x["token_offsets"] = x["token_offsets"][: num_requests + 1]
-        plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
-        pages = _pages(x, settings, like=x["k"])
-        attention = AttentionMask(window=_window(settings), chunk=settings["chunk"] or None)
-        kv = (None, None) if settings["shares_kv"] else (x["k"], x["v"])
-        given = (x["q"], *kv, _scaled(pages, settings))
-        scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
-        return [torch.cat([torch_attention.attend_rows(plan, *given, attention, scores), padding])]
-
-    def _attend_draft(self, x, settings):
-        if not settings["shares_kv"]:
-            self._write_draft_context(x, settings)
-        pages = _pages(x, settings, like=x["context_k"])
-        context_lens = x["next_context_lens"]
-        width = len(x["q"]) // len(context_lens)
-        sizes = {"page_size": settings["page_size"], "num_slots": width}
-        plan = attention_plan.plan_blocks(x["page_table"], context_lens, window=_window(settings), **sizes)
-        flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
-        attention = AttentionMask(window=_window(settings), first_key=settings["first_key"], **flags)
-        given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
-        return [torch_attention.attend_blocks(plan, *given, attention, _scores(settings))]
-
-    def _write_draft_context(self, x, settings):
-        page_size, pages = settings["page_size"], _pages(x, settings, like=x["context_k"])
-        context_k, context_v = x["context_k"], x["context_v"]
-        if pages.dtype == torch.float8_e4m3fn:
-            scaled = ((context_k, settings["k_scale"]), (context_v, settings["v_scale"]))
-            context_k, context_v = (e4m3(rows.float() / scale) for rows, scale in scaled)
-        for r in range(len(x["next_context_lens"])):
-            for t in range(int(x["token_offsets"][r]), int(x["token_offsets"][r + 1])):
-                position = int(x["positions"][t])
-                if position < x["next_context_lens"][r]:
-                    page = int(x["page_table"][r, position // page_size])
-                    pages[page, 0, position % page_size] = context_k[t]
-                    pages[page, 1, position % page_size] = context_v[t]
-        return [torch.zeros(1, dtype=torch.int32)]
-
-    def _previous_rows(self, x, settings):
-        num_rows, is_there = int(x["token_offsets"][-1]), x["token_offsets"].diff() > 0  # padding comes last
-        before, num_requests = torch.zeros_like(x["x"]), int(is_there.sum())
-        if num_rows == 0:
-            return [before]
-        spec = PagedRows(name="rows", width=x["x"].shape[1], dtype="float32")
-        shape = (int(x["page_table"].max()) + 1, settings["page_size"], spec.width)
-        pages = view_at(int(x["state_pools"][settings["state"]]), shape, x["x"].dtype)
-        x = x | {"token_offsets": x["token_offsets"][: num_requests + 1], "positions": x["positions"][:num_rows]}
-        x |= {"context_lens": x["context_lens"][:num_requests]}
-        table = x["page_table"][:num_requests]
-        before[:num_rows] = paged_rows.previous_rows(x["x"][:num_rows], _inputs(x), table, RowCache(pages, spec))
-        return [before]
-
-    def _sample_and_accept(self, x, settings):
-        num_drafts = x["logit_rows"].shape[1] - 1
-        if settings["num_choices"]:
-            assert x["choices"].shape[1] == x["chances"].shape[1] == num_drafts * settings["num_choices"]
-        else:
-            assert x["choices"].shape == x["chances"].shape == (1, 1) and num_drafts == 0
-            x = x | {"choices": None, "chances": None}
-        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
-        return [getattr(acceptance, item.name) for item in fields(acceptance)]
-
-    def _draft_tokens(self, x, settings):
-        targets = x["draft_to_target"] if settings["has_map"] else None
-        acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
-        count = settings["num_choices"]
-        made = torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=count)
-        width = made.tokens.shape[1] * count
-        choices, chances = made.choices, made.chances
-        if choices is None or chances is None:  # nothing was drawn apart
-            choices, chances = (torch.zeros(len(made.tokens), width, dtype=x) for x in (torch.int32, torch.float32))
-        return [made.tokens, choices, chances]
-
-    def _experts(self, x, settings):
-        kinds = {number: kind for kind, number in KINDS.items()}
-        router = Router(
-            kind=kinds[settings["routing"]],
-            num_chosen=settings["num_chosen"],
-            normalizes=bool(settings["normalizes"]),
-            factor=settings["routing_scale"],
-            choice_bias=x["choice_bias"] if settings["has_choice_bias"] else None,
-            num_groups=settings["num_groups"],
-            num_chosen_groups=settings["num_chosen_groups"],
-        )
-        ids, weights = reference_experts.route(x["logits"], router)
-        gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))
-        ids = ids - settings["first_expert"]
-        is_here = (ids >= 0) & (ids < len(down))
-        activation = {number: name for name, number in ACTIVATIONS.items()}[settings["activation"]]
-        moe = SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"])
-        return [
-            reference_experts.run_experts(
-                x["x"],
-                gate_up,
-                down,
-                torch.where(is_here, ids, -1),
-                weights,
-                activation=lambda both: activated(both, moe),
-                scales_inputs=bool(settings["scales_inputs"]),
-                biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
-                quantize_input=_rounding(x, settings, "gate_up"),
-                quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),
-            )
-        ]
-
-    def _gated_delta(self, x, settings):
-        return run_delta(x, settings)
-
-    def _attend_latents(self, x, settings):
-        return run_latents(x, settings)
-
-    def _plan(self, x, settings, *, context_lens, width):
-        step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
-        sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
-        return attention_plan.plan_attention(step, window=_window(settings), **sizes)
-
-
-def _bias(x, settings, prefix):
-    bias = x[f"{prefix}_bias"]
-    return bias if settings[f"{prefix}_has_bias"] else torch.zeros(x[f"{prefix}_codes"].shape[:2])
-
-
-def _rounding(x, settings, prefix):
-    """As the format rounds the activations of an expert and a segment."""
-    if not settings[f"{prefix}_has_input_scale"]:
-        return lambda values, expert, segment: values
-    quantized = quantized_fp8 if settings[f"{prefix}_form"] == FP8 else quantized_nvfp4
-    scales = x[f"{prefix}_input_scale"]
-
-    def rounded(values, expert, segment):
-        scale = float(scales[expert, min(segment, scales.shape[1] - 1)])
-        return quantized(values, scale).float() * scale
-
-    return rounded
-
-
-def _pages(x, settings, *, like):
-    """The pages at the node's address, as many as the page table needs."""
-    dtype = torch.float8_e4m3fn if settings["page_type"] else like.dtype
-    shape = (int(x["page_table"].max()) + 1, 2, settings["page_size"], *like.shape[1:])
-    return view_at(int(x["state_pools"][settings["state"]]), shape, dtype)
-
-
-def _scaled(pages, settings):
-    if pages.dtype != torch.float8_e4m3fn:
-        return cache_of(pages)
-    return cache_of(pages, LayerKvScales(k=settings["k_scale"], v=settings["v_scale"]))
-
-
-def _window(settings):
-    return None if settings["window"] == NO_WINDOW else settings["window"]
-
-
-def _scores(settings, *, sinks=None):
-    softcap = None if settings["softcap"] == NO_SOFTCAP else settings["softcap"]
-    return Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks)
-
-
-def _inputs(named):
-    return StepInputs(**{item.name: named.get(item.name) for item in fields(StepInputs)})
-
-
-def make_executors(trt, root, *, pages=None, **options):
-    target, drafter = make_pair(root, **options)
-    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN, quantization=pages)
-    defined, nodes = define_with_plugins(trt, target, drafter, pages=pages)
-    return InterpretedExecutor(defined, num_pages=theirs.limits.num_pages, plugins=(nodes, PluginReference())), theirs
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen3, two taps for two layers",
-        "non-causal sliding draft layers",
-        "non-causal window from the anchor",
-        "sliding target layers",
-    ],
-)
-def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(trt, tmp_path, name):
-    ours, theirs = make_executors(trt, tmp_path, **PAIRS[name])
-    samplings = [*GREEDY[:2], StepSampling(temperature=0.9, seed=5), GREEDY[3]]
-    expected, _ = trace(theirs, samplings, num_draft_tokens=(3, 3, 1))
-    found, _ = trace(ours, samplings, num_draft_tokens=(3, 3, 1))
-    assert integers(found) == integers(expected)
-
-
-def test_nodes_over_fp8_pages_give_torchs_tokens(trt, tmp_path):
-    ours, theirs = make_executors(trt, tmp_path, pages=FP8_PAGES)
-    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3, 3, 1))
-    found, _ = trace(ours, GREEDY, num_draft_tokens=(3, 3, 1))
-    assert integers(found) == integers(expected)
-
-
 def test_every_node_has_its_layers_scales(trt, tmp_path):
-    _, nodes = define_with_plugins(trt, *make_pair(tmp_path), pages=FP8_PAGES)
+    nodes = define_pair(trt, *make_pair(tmp_path), pages=FP8_PAGES).nodes
     scales = [(node.fields["k_scale"], node.fields["v_scale"]) for node in nodes if "k_scale" in node.fields]
     expected = [(layer.k, layer.v) for layer in (*FP8_PAGES.target_kv, *FP8_PAGES.draft_kv)]
     assert scales == [pytest.approx(pair) for pair in expected]
 
 
-def test_an_input_in_the_wrong_place_of_a_node_is_noticed(trt, tmp_path, monkeypatch):
-    honest = PluginLowering._node
-
-    def swapped(self, contract, given, settings):
-        if contract.name == "AttendDraft":
-            given = given | {"block_k": given["block_v"], "block_v": given["block_k"]}
-        return honest(self, contract, given, settings)
-
-    monkeypatch.setattr(PluginLowering, "_node", swapped)
-    ours, theirs = make_executors(trt, tmp_path)
-    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,))
-    found, _ = trace(ours, GREEDY, num_draft_tokens=(3,))
-    assert integers(found) != integers(expected)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
+def test_a_network_uses_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     target, drafter = make_pair(tmp_path, **PAIRS[name])
-    _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
+    nodes = define_pair(trt, target, drafter, dtype=dtype).nodes
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
-    counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
+    counts = [sum(node.name == plugin.name for node in nodes) for plugin in PROGRAMS]
     # No chains, no experts, no delta nets, no latents, no collectives.
     assert counts == [4, num_draft_layers, 0, 0, 1, int(num_draft_layers > 0), 0, 0, 0, 0, 0]
-    plugins = FakePlugins(trt)
-    define_pair(
-        trt,
-        target,
-        drafter,
-        dtype=dtype,
-        wrap=lambda thing: checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins),
-    )
-    assert plugins.nodes == []
 
 
 def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path):
     target, drafter = make_pair(tmp_path)
-    _, nodes = define_with_plugins(trt, target, drafter, max_draft_len=0)
+    nodes = define_pair(trt, target, drafter, max_draft_len=0).nodes
     assert [node.name for node in nodes if "Draft" in node.name] == ["WriteDraftContext"] * 2
     fields = {"page_type": 0, "page_size": PAGE_SIZE, "k_scale": 1.0, "v_scale": 1.0}
     writers = [node.fields for node in nodes if node.name == "WriteDraftContext"]
@@ -328,19 +45,21 @@ def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path
 def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
     target, drafter = make_pair(tmp_path)
     with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 2, found no loaded library"):
-        define_with_plugins(trt, target, drafter, missing=("AttendDraft",))
+        define_pair(trt, target, drafter, missing=("AttendDraft",))
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
-def test_the_readme_lists_every_input_and_output_in_order(plugin):
+@pytest.mark.parametrize("plugin", PROGRAMS, ids=lambda plugin: plugin.name)
+def test_the_readme_lists_every_field_and_tensor_with_its_type_and_shape(plugin):
     section = README.split(f"## `{plugin.name}`")[1].split("\n## ")[0]
-    for name in (*plugin.fields, *plugin.real_fields):
-        assert f"`{name}`" in section
-    rows = re.findall(r"^\| \d+ \| (\w+) \|", section, flags=re.MULTILINE)
-    if rows:
-        assert rows == [*plugin.inputs, *plugin.outputs]
-    else:
-        assert [section.index(name) for name in plugin.inputs] == sorted(section.index(n) for n in plugin.inputs)
+    for field in plugin.fields:
+        assert f"`{field.name}`" in section
+    rows = re.findall(r"^\| \d+ \| (\w+) \| (.*) \|$", section, flags=re.MULTILINE)
+    if not rows:
+        assert [section.index(name) for name in plugin.input_names] == sorted(map(section.index, plugin.input_names))
+        return
+    for rule, (name, text) in zip((*plugin.inputs, *plugin.outputs), rows, strict=True):
+        written = re.sub(r"\w+_bytes\([^)]*\)", "bytes", rule.text)  # said below the table
+        assert rule.name == name and re.match(re.escape(written) + "(?![^:;,])", text), (text, written)
 
 
 @pytest.mark.parametrize(

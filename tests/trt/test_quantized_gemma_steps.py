@@ -10,6 +10,7 @@ from tests.checkpoint.quantized_gemma import make_quantized_gemma
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_zlab_drafter
 from tests.traces import GREEDY, integers, logprobs, trace
+from tests.trt.host_memory import view_at
 from tests.trt.networks import InterpretedExecutor, define_engine
 from tests.trt.ranks import interpreted_engine
 
@@ -32,8 +33,8 @@ def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, tmp_path: Path, na
         two = interpreted_engine(trt, build(tmp_path, tp_size=2), num_pages=NUM_PAGES)
         found = trace(two, GREEDY, num_draft_tokens=(K,))[0]
         assert integers(found) == integers(expected)
-    [down] = [name for name in defined.constants if name.endswith("layers.1.experts.down")]
-    codes = defined.constants[down]
-    defined.constants[down] = codes.view(torch.uint8).flip(0).view(codes.dtype)  # the negative control
+    [down] = [host for host in defined.layers.constant_owners if host.name.endswith("layers.1.experts.down")]
+    codes = view_at(down.address, down.shape, torch.uint8)
+    codes.copy_(codes.flip(0))  # the negative control
     other = trace(InterpretedExecutor(defined, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,), num_new=1)[0]
     assert (logprobs(other[:1]) - logprobs(expected[:1])).abs().max() > 5e-4

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,9 +13,8 @@ from dflash_trt.backends.tensorrt.build_rank import record_of
 from dflash_trt.backends.tensorrt.builder import PlanOptions
 from dflash_trt.cli.main import cli
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from tests.factories import make_target, make_zlab_drafter
-
-RTX = PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability="SM120")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_for_every_rank_is_built_and_written(
     trt: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, quantization: str
 ) -> None:
-    records = []
-    monkeypatch.setattr(build_rank, "plan_options", lambda config, base_dir: RTX)
-    monkeypatch.setattr(
-        build_rank, "record_of", lambda *built, **fields: records.append(record_of(*built, **fields)) or records[-1]
-    )
+    records: list[TensorRTRecord] = []
+    library = tmp_path / "library.so"
+    library.write_bytes(b"plugins")
+    options = PlanOptions(flavor="tensorrt_rtx", plugin_library=library, compute_capability="SM120")
+    monkeypatch.setattr(build_rank, "plan_options", lambda config, base_dir: options)
+
+    def recorded(*built: Any, **fields: Any) -> TensorRTRecord:
+        """With the rank as its time, by which ranks differ."""
+        records.append(record_of(*built, **fields).model_copy(update={"build_time_s": float(len(records))}))
+        return records[-1]
+
+    monkeypatch.setattr(build_rank, "record_of", recorded)
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     config = {
         "target": str(root / "target"),
@@ -72,4 +79,4 @@ def test_a_plan_for_every_rank_is_built_and_written(
     assert len(set(plans)) == tp_size  # each with its own weights
     record = engine.manifest.tensorrt
     assert record is not None and record.collectives == "native"
-    assert len(records) == tp_size and record == records[0] != records[-1]  # times of ranks differ
+    assert len(records) == tp_size and record == records[0] != records[-1]

@@ -1,31 +1,28 @@
 """The TensorRT executor over a fake engine: buffers, profiles, padding, hand-over, and every refusal by name."""
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt.compatibility import mismatches
 from dflash_trt.backends.tensorrt.context import DECODE, MIXED, StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.backends.tensorrt.module import load_tensorrt
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
-from dflash_trt.backends.tensorrt.self_test import qualify
 from dflash_trt.core.batch import StepBatch, chained, plan_of, request_results, run_batch
 from dflash_trt.core.errors import BuildError, EngineDirError
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from scripts.tensorrt_self_test import qualify
 from tests.engines import PAGE_SIZE, Decoding, make_executor
 from tests.traces import GREEDY, SAMPLED, integers, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
-from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import FP8_PAGES, make_pair
 
 LIMITS = EngineLimits(
@@ -35,7 +32,6 @@ RECORD = TensorRTRecord(
     tensorrt_version="11.4.0.106",
     gpu_name="NVIDIA H200",
     compute_capability="9.0",
-    plugins="plugin",
     plugin_library="libdflash_trt_plugins.so",
     flags=(),
     profiles=(),
@@ -52,15 +48,14 @@ def pair(tmp_path):
     return make_pair(tmp_path)
 
 
-def make_engine(trt, pair, plugins, pages=None):
-    if plugins == "layers":
-        return FakeEngine(defined := define_pair(trt, *pair, pages=pages), LIMITS), defined.spec
-    defined, nodes = define_with_plugins(trt, *pair, pages=pages)
-    return FakeEngine(defined, LIMITS, plugins=(nodes, PluginReference())), defined.spec
+def make_engine(trt, pair, pages=None, perturb=lambda nodes: None):
+    defined = define_pair(trt, *pair, pages=pages)
+    perturb(defined.nodes)
+    return FakeEngine(defined, LIMITS), defined.spec
 
 
-def make_ours(trt, pair, plugins="layers", pages=None, *, captured=lambda spec, limits: (), capture=None):
-    engine, spec = make_engine(trt, pair, plugins, pages)
+def make_ours(trt, pair, pages=None, *, captured=lambda spec, limits: (), capture=None, perturb=lambda nodes: None):
+    engine, spec = make_engine(trt, pair, pages, perturb)
     limits = ExecutorLimits(
         max_batch_size=8,
         max_seq_len=MAX_SEQ_LEN,
@@ -75,9 +70,8 @@ def make_ours(trt, pair, plugins="layers", pages=None, *, captured=lambda spec, 
 
 
 @pytest.mark.parametrize("pages", [None, FP8_PAGES], ids=["pages of float32", "FP8 pages"])
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pair, plugins, pages):
-    ours, engine = make_ours(trt, pair, plugins, pages)
+def test_the_executor_gives_torchs_tokens(trt, pair, pages):
+    ours, engine = make_ours(trt, pair, pages)
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     ks = (3, 3, 0, 2)
     for samplings in (GREEDY, SAMPLED):
@@ -87,9 +81,8 @@ def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pa
     assert min(engine.contexts[DECODE].num_runs, engine.contexts[MIXED].num_runs) > 0
 
 
-@pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_a_closed_executor_gives_engine_and_pages_back_though_it_is_still_held(trt, pair, plugins):
-    ours, engine = make_ours(trt, pair, plugins)
+def test_a_closed_executor_gives_engine_and_pages_back_though_it_is_still_held(trt, pair):
+    ours, engine = make_ours(trt, pair)
     trace(ours, GREEDY, num_draft_tokens=(3,))
     held = [*ours.pages().values(), ours._contexts, ours._contexts.activations, ours._buffers, engine]
     freed = [weakref.ref(item) for item in held]
@@ -151,7 +144,7 @@ class RecordedGraphs:
 def make_captured(trt, pair, draft_lens):
     graphs = RecordedGraphs(None)
     ours, graphs.engine = make_ours(
-        trt, pair, "plugin", captured=lambda spec, limits: captured_shapes(spec, limits, draft_lens), capture=graphs
+        trt, pair, captured=lambda spec, limits: captured_shapes(spec, limits, draft_lens), capture=graphs
     )
     return ours, graphs
 
@@ -186,7 +179,7 @@ def test_contexts_share_one_block_of_the_size_tensorrt_asks_for(trt, pair):
     assert ours._contexts.activations.num_bytes >= 1 << 14
 
 
-def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
+def test_padding_requests_write_nothing(trt, pair):
     """Three verify blocks run as four; pages that belong to nobody keep their canary."""
     ours, engine = make_ours(trt, pair)
     run = Decoding(ours, [5, 9, 2], tuple(range(12)))
@@ -197,40 +190,35 @@ def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
     block = run.verify_part(3)
     run_batch(ours, StepBatch(requests=(block, block, block), num_draft_tokens=3))
     assert engine.contexts[DECODE].shapes["context_lens"] == (4,)
-    for pages in ours.pages().values():
-        assert (pages[12:-1] == 42.0).all()
-        assert not (pages[-1] == 42.0).all()
+    assert all((pages[12:] == 42.0).all() for pages in ours.pages().values())
 
 
 @pytest.mark.parametrize("pages", [None, FP8_PAGES], ids=["pages of float32", "FP8 pages"])
 def test_qualification_passes_an_exact_engine(trt, pair, pages):
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
-    findings = list(qualify(theirs, make_ours(trt, pair, pages=pages)[0], vocab_size=12))
+    findings = list(qualify(theirs, make_ours(trt, pair, pages)[0], vocab_size=12))
     assert len(findings) == 6
     assert [finding.detail for finding in findings if not finding.has_passed] == []
 
 
-def test_qualification_fails_an_engine_that_writes_past_its_context(trt, pair, monkeypatch):
-    """The layers lowering with every page index one too high writes into, and reads, pages of nobody."""
-    honest = trt_attention.index_step
+def test_qualification_fails_an_engine_that_writes_into_the_pages_of_another_layer(trt, pair):
+    def of_one_state_twice(nodes):
+        first, second, *_ = (node for node in nodes if node.name == "AttendPages")
+        second.fields["state"] = first.fields["state"]
 
-    def shifted(layers, inputs, *, page_size):
-        table = layers.binary("SUM", inputs.page_table, 1)
-        return honest(layers, replace(inputs, page_table=table), page_size=page_size)
-
-    monkeypatch.setattr(trt_attention, "index_step", shifted)
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
-    findings = {item.name: item for item in qualify(theirs, make_ours(trt, pair)[0], vocab_size=12)}
+    ours, _ = make_ours(trt, pair, perturb=of_one_state_twice)
+    findings = {item.name: item for item in qualify(theirs, ours, vocab_size=12)}
     assert not findings["pages of others stay untouched (canary)"].has_passed
 
 
-def test_qualification_fails_an_engine_whose_slots_lose_what_drafts_were_drawn_from(trt, pair, monkeypatch):
+def test_qualification_fails_an_engine_whose_slots_lose_the_candidates_of_drafts(trt, pair, monkeypatch):
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
     ours, _ = make_ours(trt, pair)
-    chances, honest = ours._buffers.staging.slots.chances, ours.submit
-    monkeypatch.setattr(ours, "submit", lambda plan: (chances.zero_(), honest(plan))[1])
+    draft_topk_probs, honest = ours._buffers.staging.slots.draft_topk_probs, ours.submit
+    monkeypatch.setattr(ours, "submit", lambda plan: (draft_topk_probs.zero_(), honest(plan))[1])
     failed = [finding.name for finding in qualify(theirs, ours, vocab_size=12) if not finding.has_passed]
-    assert failed == ["chained steps, drafts drawn apart"]
+    assert failed == ["chained steps, rejection sampling"]
 
 
 def _drop_tensor(engine):
@@ -260,7 +248,7 @@ def _change_shape(engine):
     ],
 )
 def test_an_engine_of_another_contract_is_refused_with_the_mismatch_named(trt, pair, change, messages):
-    engine, spec = make_engine(trt, pair, "plugin")
+    engine, spec = make_engine(trt, pair)
     check_engine_io(engine, spec)
     change(engine)
     with pytest.raises(EngineDirError) as error:
@@ -330,7 +318,7 @@ def test_a_second_library_in_one_process_is_refused_unless_it_is_a_copy_of_the_f
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so_and_what_to_do():
     with pytest.raises(EngineDirError, match=r"expected an NVIDIA GPU with a driver.*--backend torch"):
-        deserialize(Path("rank0.engine"), plugins="layers", plugin_library=None)
+        deserialize(Path("rank0.engine"), plugin_library=Path("library.so"))
 
 
 def test_a_missing_tensorrt_is_named_with_the_way_to_get_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""The torch backend on a GPU: the same engines, but for the formats that no kernel, or not this GPU, computes."""
+"""The torch backend on a GPU: the same engines, except formats without a kernel or GPU support."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir
 
-FP8_CAPABILITY: Final = (8, 9)  # of a GPU: the first for which Triton converts FP8
+FP8_CAPABILITY: Final = (8, 9)  # the first GPUs for which Triton converts FP8
 
 
 class CudaBackend:
@@ -43,10 +43,7 @@ class CudaBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        problems = list(model_problems(target, draft))
-        if quantization is not None:
-            problems += format_problems(quantization, torch.cuda.get_device_capability())
-        return problems
+        return gpu_problems(target, draft, quantization)
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         return None
@@ -64,6 +61,19 @@ class CudaBackend:
         from dflash_trt.backends.torch.process_group import ONE_RANK
 
         return TorchGpuExecutor.open(engine, config, rank=rank, ranks=ranks or ONE_RANK, draft_lens=draft_lens)
+
+
+def gpu_problems(
+    target: TargetSpec,
+    draft: DraftSpec | None,
+    quantization: QuantizationSpec | None,
+    capability: tuple[int, int] | None = None,  # None is this machine's
+) -> list[str]:
+    """Parts of an engine that GPUs of this compute capability cannot run."""
+    problems = list(model_problems(target, draft))
+    if quantization is not None:
+        problems += format_problems(quantization, capability or torch.cuda.get_device_capability())
+    return problems
 
 
 def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]:
@@ -93,7 +103,7 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
 
 
 def _temperature_problems(target: TargetSpec) -> Iterator[str]:
-    """Of queries that are normed where they are rotated, behind their temperature."""
+    """Refuse attention that norms the queries after their temperature, with RoPE."""
     if any(gqa.temperature is not None and gqa.has_qk_norm for gqa in target.attentions):
         yield problem(
             "temperature of queries",
@@ -104,7 +114,7 @@ def _temperature_problems(target: TargetSpec) -> Iterator[str]:
 
 
 def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
-    """Of a choice of more candidates than the kernels are made for."""
+    """Refuse a selector of more candidates than the kernels are made for."""
     if draft is not None and draft.selector is not None and draft.selector.top_k > MAX_CANDIDATES:
         yield problem(
             "selector top_k of the drafter",

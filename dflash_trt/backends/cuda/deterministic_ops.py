@@ -15,7 +15,6 @@ from torch import Tensor
 from dflash_trt.backends.cuda.handles import Value, tensor_of
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.kernels.attention_options import AttentionOptions
-from dflash_trt.kernels.one_shot_launch import one_shot_sum
 from dflash_trt.network.ops import Rows
 
 
@@ -30,12 +29,10 @@ class DeterministicGpuOps(TorchGpuOps):
         return replace(rows, index=index)
 
     def all_reduce(self, x: Value) -> Tensor:
-        """In float32, in the order of the ranks, whichever way the addends take."""
-        rows, peers = tensor_of(x), self._resources.peers
+        """In float32, in the order of the ranks."""
+        rows = tensor_of(x)
         if self._ranks.num_ranks == 1:
             return rows
-        if peers is not None and peers.takes(rows):
-            return one_shot_sum(rows, peers)
         addends = self._ranks.all_gather_columns(rows).float().chunk(self._ranks.num_ranks, dim=1)
         return reduce(add, addends).to(rows.dtype)
 

@@ -1,4 +1,4 @@
-"""The ops of drafters over the GPU kernels: blocks of tokens, features in pages, and the choice of drafts."""
+"""Drafters' ops over the GPU kernels: token blocks, features in pages, and the selection of drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -68,21 +68,21 @@ class DrafterOps:
         acceptance: Acceptance[Any],
         draft_to_target: Value | None,
         *,
-        num_choices: int,
+        draft_topk: int,
         first_slot: int = 1,
     ) -> Proposal[Any]:
         inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
         starts = acceptance.next_context_lens if first_slot == 1 else acceptance.next_context_lens + (first_slot - 1)
-        tokens, choices, chances = argmax_launch.draft_tokens(
+        tokens, draft_topk_ids, draft_topk_probs = argmax_launch.draft_tokens(
             tensor_of(logits),
             inputs.temperature,
             inputs.seed,
             inputs.draft_stream,
             starts,
             mapped,
-            num_choices=num_choices,
+            draft_topk=draft_topk,
         )
-        return Proposal(tokens=tokens, choices=choices, chances=chances)
+        return Proposal(tokens=tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
 
     def block_conv(self, x: Value, filters: Value, base: Value) -> Tensor:
         num_slots = self._num_draft_tokens + 1
@@ -92,11 +92,11 @@ class DrafterOps:
         self, logits: Value, hidden: Value, codebooks: Codebooks[Any], acceptance: Acceptance[Any]
     ) -> Proposal[Any]:
         inputs, starts = self._inputs, acceptance.next_context_lens
-        tokens, choices, chances = selector_launch.select_tokens(
+        tokens, draft_topk_ids, draft_topk_probs = selector_launch.select_tokens(
             tensor_of(logits),
             tensor_of(hidden),
             (tensor_of(codebooks.predecessor), tensor_of(codebooks.successor)),
             (acceptance.bonus_tokens, inputs.temperature, inputs.seed, inputs.draft_stream, starts),
             top_k=codebooks.top_k,
         )
-        return Proposal(tokens=tokens, choices=choices, chances=chances)
+        return Proposal(tokens=tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)

@@ -7,6 +7,7 @@ it runs in Triton's interpreter, which is for tests.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -22,6 +23,7 @@ from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.cuda.shipped import use_shipped_kernels
 from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
 from dflash_trt.backends.cuda.step_launches import SAMPLING, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
@@ -47,7 +49,6 @@ from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.attention_fixed import FixedSplits
@@ -57,11 +58,9 @@ from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers,
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.kernels.top_logprobs_launch import score_rows
-from dflash_trt.network.drafters.dflash import DFlashDrafter
-from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
-from dflash_trt.network.state import Cache, LatentCache, StepState
+from dflash_trt.network.state import StepState
 from dflash_trt.network.step import Network, sequence_logits
 
 if TYPE_CHECKING:
@@ -69,14 +68,16 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
+_LOG = logging.getLogger(__name__)
 _SAMPLED: Final = LogitUse()
 _MAX_COMPILERS: Final = 32  # threads; Python's part of a compilation, a fifth, is one at a time
 
 
 class TorchGpuExecutor:
-    """Implements `core.step_plan.StepExecutor`. Owns pages, slots and staging memory; weights are on `device` already.
+    """Implements `core.step_plan.StepExecutor`.
 
-    An error of a GPU is sticky: nothing runs after it in this process.
+    Owns pages, slots and staging memory; `device` holds weights. GPU errors are sticky: nothing runs after one in this
+    process.
     """
 
     has_queue = True
@@ -154,10 +155,10 @@ class TorchGpuExecutor:
         draft_lens: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> TorchGpuExecutor:
-        """Load one rank's weights to the GPU (the current one) and plan the pages in what it has free then.
+        """Load one rank's weights to the current GPU and plan the pages in its remaining free memory.
 
         Every rank gets as many pages as all of them have room for. Steps of every K in `draft_lens` are compiled and
-        captured ahead; None: of the engine's largest.
+        captured ahead; None means only the engine's largest K.
 
         Raises:
             ConfigError: the engine is larger than the kernels are made for.
@@ -184,13 +185,14 @@ class TorchGpuExecutor:
             is_deterministic=config.deterministic,
         )
         if device.type == "cuda":
+            use_shipped_kernels(engine, warn=_LOG.warning if ranks.rank == 0 else _LOG.debug)
             lens = (executor.limits.max_draft_len,) if draft_lens is None else draft_lens
             executor.warm_up(warm_shapes(executor.limits, lens, tile_edges=executor.tile_edges))
         return executor
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StagedStep:
-        """Put one step on the stream. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted."""
         shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
         with self.on_stream():
@@ -227,13 +229,13 @@ class TorchGpuExecutor:
         """
         shapes = tuple(shapes)
         if self._stream is not None:
-            self._compile(shapes)
+            self.compile_kernels(shapes)
         for index, shape in enumerate(shapes):
             self._warm_up(shape, is_first=index == 0, captures=True)
         self.wait()
 
-    def _compile(self, shapes: Sequence[StepShape]) -> None:
-        """Fill Triton's cache on the disk by threads of rank 0, while all ranks take the steps that use the kernels."""
+    def compile_kernels(self, shapes: Sequence[StepShape]) -> None:
+        """Fill Triton's disk cache from threads of rank 0, while all ranks run the steps that use the kernels."""
         num_threads = min(_MAX_COMPILERS, available_cores()) if self._ranks.rank == 0 else 0
         with kernels_compiled_alone(num_threads) as compiling:
             for index, shape in enumerate(shapes):
@@ -264,9 +266,9 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def enqueue(self, batch: StepBatch, *, times: int = 1, after_each: Callable[[], object] | None = None) -> None:
-        """Put one step on the stream so many times and read nothing back: for measuring the device alone.
+        """Enqueue one step `times` times and read nothing back: for measuring the device only.
 
-        Waits for the copy of the inputs before, and for nothing else. `after_each` may enqueue more.
+        Waits only for the previous copy of the inputs. `after_each` may enqueue more.
         """
         plan = plan_of(batch)
         shape = self._shapes.of(plan)
@@ -280,18 +282,16 @@ class TorchGpuExecutor:
 
     @property
     def tile_edges(self) -> list[int]:
-        """Numbers of tokens behind which the experts of a layer have other tiles: see `warm_shapes`."""
+        """Numbers of tokens after which a layer's experts use other tiles: see `warm_shapes`."""
         if self.is_deterministic:
             return []
-        moes = {layer.feed_forward for layer in self.network.target.layers if isinstance(layer.feed_forward, Moe)}
-        edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in moes)
+        edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in set(self.network.target.moes))
         return sorted({edge for of_layer in edges for edge in of_layer})
 
     @property
     def pages(self) -> list[Tensor]:
-        """Of every layer, the target's first."""
-        caches = (*self._state.target_kv, *self._state.draft_kv)
-        return [cache.tensor for cache in caches if isinstance(cache, Cache | LatentCache)]
+        """Pages of every layer, the target's first."""
+        return self._state.pages
 
     def wait(self) -> None:
         """Until the device is done with everything."""
@@ -300,7 +300,7 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
-        """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
+        """The target's logits after every token of one sequence: for measuring, on an idle executor."""
         assert 0 < len(token_ids) <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
         return torch.cat([self._logits_of(batch) for batch in sequence_batches(token_ids, self.limits)])
 
@@ -371,7 +371,7 @@ class TorchGpuExecutor:
         ), drafts
 
     def close(self) -> None:
-        """Free weights, pages and graphs at once, whoever still holds the executor. Closing again does nothing."""
+        """Free weights, pages and graphs at once, even if the executor is still referenced. Idempotent."""
         if "network" not in vars(self):
             return
         self.wait()
@@ -392,7 +392,7 @@ class TorchGpuExecutor:
             torch.cuda.empty_cache()
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Where the steps run."""
+        """The stream that steps run on, as a context."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -420,9 +420,7 @@ def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> Non
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:
     if network.drafter is None:
         return None
-    assert isinstance(network.drafter, DFlashDrafter | Eagle3Drafter)
-    layers = network.drafter.layers if isinstance(network.drafter, DFlashDrafter) else (network.drafter.layer,)
-    norms = [layer.attention.k_norm for layer in layers]
+    norms = [layer.mixer.k_norm for layer in network.drafter.layers]
     scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]
     return stack_draft_layers(
         [cache.tensor for cache in state.draft_kv],

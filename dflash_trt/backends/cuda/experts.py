@@ -1,4 +1,4 @@
-"""Experts on a GPU: packed in its memory, four launches behind the router's GEMM, and nothing that asks the host."""
+"""Experts on a GPU: packed weights, four launches after the router's GEMM, no host synchronization."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dflash_trt.backends.cuda.packed import expert_matrices, router_kind
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
+from dflash_trt.kernels.experts_launch import PackedExperts, run_experts, widens_weights
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.routing_launch import Router, new_ticket, route
 from dflash_trt.network.ops import Experts, StackedExperts
@@ -22,12 +22,11 @@ class DeviceExperts(Experts[Tensor]):
     has_fixed_tiles: bool = False
 
 
-def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = False) -> DeviceExperts:
+def prepare_device_experts(experts: StackedExperts[Tensor], *, has_fixed_tiles: bool = False) -> DeviceExperts:
     """The experts of a layer as `run_device_experts` wants them; once, at load.
 
     With fixed tiles the bits of a row depend on the row alone.
     """
-    assert isinstance(experts, StackedExperts)
     gate_up, down = expert_matrices(experts)
     return DeviceExperts(
         router=experts.router,
@@ -62,5 +61,11 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         alpha=moe.alpha or 0.0,
         scales_inputs=moe.scales_inputs,
     )
-    routing = route(logits, router, experts.ticket, has_fixed_tiles=experts.has_fixed_tiles)
+    routing = route(
+        logits,
+        router,
+        experts.ticket,
+        has_fixed_tiles=experts.has_fixed_tiles,
+        widens_weights=widens_weights(packed, logits.dtype),
+    )
     return run_experts(x.contiguous(), packed, routing)

@@ -1,4 +1,4 @@
-"""Gated delta nets of a step over the GPU kernels. States are written at once: after an error of a GPU nothing runs."""
+"""Gated delta nets over the GPU kernels. States are written in place: after a GPU error nothing runs."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from dflash_trt.network.state import RecurrentCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSlots:
-    """Slots of a step's requests; `max_rows`: no request has more, None: not known."""
+    """Slots of a step's requests; `max_rows` is the most rows of a request, None if unknown."""
 
     slot_ids: Tensor  # int64 [R]
     max_rows: int | None = None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dflash_trt.kernels.norm_launch import add_rms_norm, gelu_mul, rms_norm, silu_mul
-from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
 from dflash_trt.kernels.row_codes import FP8
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
@@ -35,43 +34,26 @@ class Heads:
     is_paired: bool = False  # RoPE turns neighbours, which come out as halves
 
 
-@dataclass(frozen=True, slots=True)
-class RankSum:
-    """The sum of what the ranks have, through memory that they share; computed by the norm that follows or on its own.
-
-    Read once, and by every rank in the same way.
-    """
-
-    x: Tensor
-    peers: PeerBuffers
-
-    def value(self) -> Tensor:
-        return one_shot_sum(self.x, self.peers)
-
-
 class Sum:
-    """a + b, computed by the norm that follows or by whoever needs it first; from then on the total alone is kept."""
+    """Lazy a + b, computed by the following norm or at its first use; from then on only the total is kept."""
 
-    def __init__(self, a: Tensor, b: Tensor | RankSum) -> None:
+    def __init__(self, a: Tensor, b: Tensor) -> None:
         self.shape = a.shape
         self.total: Tensor | None = None
-        self._parts: tuple[Tensor, Tensor | RankSum] | None = (a, b)
+        self._parts: tuple[Tensor, Tensor] | None = (a, b)
 
     def value(self) -> Tensor:
         if self.total is None:
             a, b = self._taken()
-            self.total = a + tensor_of(b)
+            self.total = a + b
         return self.total
 
     def add_and_norm(self, weight: Tensor, eps: float, codes: RowCodes | None) -> Tensor:
         a, b = self._taken()
-        if isinstance(b, RankSum):
-            self.total, normed = one_shot_add_rms_norm(b.x, a, weight, eps, b.peers, codes=codes)
-        else:
-            self.total, normed = add_rms_norm(a, b, weight, eps, codes=codes)
+        self.total, normed = add_rms_norm(a, b, weight, eps, codes=codes)
         return normed
 
-    def _taken(self) -> tuple[Tensor, Tensor | RankSum]:
+    def _taken(self) -> tuple[Tensor, Tensor]:
         assert self._parts is not None
         parts, self._parts = self._parts, None
         return parts
@@ -141,7 +123,7 @@ class Attended:
         return codes
 
 
-Value = Tensor | Heads | RankSum | Sum | Norm | Gated | Attended
+Value = Tensor | Heads | Sum | Norm | Gated | Attended
 
 
 def tensor_of(x: Value) -> Tensor:

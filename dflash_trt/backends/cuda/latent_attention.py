@@ -1,7 +1,7 @@
-"""Latent attention of a step over the GPU kernels: direct for prompts that begin in it, absorbed for all other rows.
+"""Latent attention of a step over the GPU kernels: direct for prompts that begin in it, else absorbed.
 
-Absorbed, the key's factor goes into the queries, one GEMM of all heads, and the value's factor behind the sums,
-another. In between all heads attend over the latents themselves. Directly, one GEMM makes K and V of every head.
+Absorbed, one GEMM of all heads applies the key's factor to the queries, and another the value's factor to the sums. In
+between all heads attend over the latents themselves. Direct, one GEMM makes K and V of every head.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ from dflash_trt.network.state import LatentCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentMemory:
-    """Memory of an engine that its layers use one after the other; kept so that its rows always hold finite numbers."""
+    """Memory that an engine's layers use in turn; kept so that its rows always hold finite numbers."""
 
     queries: Tensor  # flat
     attended: Tensor
@@ -32,7 +32,7 @@ class LatentMemory:
     def allocate(
         cls, mlas: Collection[Mla], *, num_rows: int, dtype: torch.dtype, device: torch.device
     ) -> "LatentMemory | None":
-        """`mlas` are of one rank. None: no layer has latents."""
+        """`mlas` are one rank's. Returns None if no layer has latents."""
         if not mlas:
             return None
         shapes = [shape_of(mla) for mla in mlas]
@@ -52,7 +52,7 @@ class LatentMemory:
 
 
 def shape_of(mla: Mla) -> LatentShape:
-    """Of one rank's shard."""
+    """Shape of one rank's shard."""
     return LatentShape(num_heads=mla.num_heads, latent_dim=mla.latent_dim, rope_dim=mla.rope_dim)
 
 

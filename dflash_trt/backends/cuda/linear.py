@@ -24,7 +24,7 @@ from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
-from dflash_trt.kernels import packed_product, row_codes
+from dflash_trt.kernels import launch_rules, row_codes
 from dflash_trt.kernels.packed_linear_launch import packed_linear, packed_linear_of_codes
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
@@ -57,7 +57,10 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Piece:
-    """Consecutive segments with the same input scale. `row_scale` None: all their weight scales are `weight_scale`."""
+    """Consecutive segments with one input scale.
+
+    `weight_scale` is the weight scale of all if `row_scale` is None.
+    """
 
     codes: Tensor  # float8_e4m3fn [rows, in]
     input_scale: Tensor  # float32 [1]
@@ -68,7 +71,7 @@ class Fp8Piece:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFp8Weight(QuantizedWeight[Tensor]):
     pieces: tuple[Fp8Piece, ...]
-    dtype: torch.dtype  # of the product
+    dtype: torch.dtype  # the product's dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,7 @@ class DevicePackedWeight(QuantizedWeight[Tensor]):
     """Weights as a GEMM reads them; each run of segments with the same activations is one."""
 
     matrices: tuple[PackedMatrix | BlockScaledMatrix, ...]
-    dtype: torch.dtype  # of the product
+    dtype: torch.dtype  # the product's dtype
     has_fixed_tiles: bool = False
 
 
@@ -93,7 +96,7 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
 
 
 def prepare_fixed_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
-    """The same with fixed tiles: the bits of a row depend on the row alone, in every format and without one."""
+    """The layer with fixed tiles: a row's bits depend on the row only, quantized or not."""
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
         prepared = DevicePackedWeight(
@@ -128,7 +131,7 @@ def _apply_matrix(
         return block_scaled_linear(codes, matrix, dtype)
     if matrix.input_scale is None:
         return packed_linear(activation.value().contiguous(), matrix, has_fixed_tiles=is_fixed)
-    form = row_codes.FP8 if matrix.form == packed_product.FP8 else row_codes.NVFP4
+    form = row_codes.FP8 if matrix.form == launch_rules.FP8 else row_codes.NVFP4
     return packed_linear_of_codes(activation.codes(form, matrix.input_scale), matrix, dtype, has_fixed_tiles=is_fixed)
 
 

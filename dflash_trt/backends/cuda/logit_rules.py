@@ -1,4 +1,7 @@
-"""Logit rules of slots on a GPU. Steps with rules run without a graph; their memory is allocated at the first one."""
+"""Logit rules of slots on a GPU.
+
+Steps with rules run without a graph; memory is allocated at the first.
+"""
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from dflash_trt.network.ops import StepInputs
 
 
 class DeviceRules:
-    """Rules and tokens by slot; the last slot is that of padding."""
+    """Rules and tokens by slot; the last slot is for padding."""
 
     def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
         self._size = limits.max_batch_size + 1
@@ -42,7 +45,7 @@ class DeviceRules:
         return self._tensors
 
     def write_tokens(self, plan: PlanInputs, inputs: StepInputs[Tensor]) -> None:
-        """Write the tokens of a step by slot and position; those of no request go to the slot of padding."""
+        """Write the tokens of a step by slot and position; tokens of no request go to the padding slot."""
         num_requests = len(inputs.context_lens)
         slots = plan.slot_ids[plan.token_rows.clamp(max=num_requests - 1)]
         slots = torch.where(plan.token_rows < num_requests, slots, self._size - 1)

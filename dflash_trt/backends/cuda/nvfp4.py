@@ -1,6 +1,6 @@
-"""NVFP4 layers with NVFP4 activations (W4A4) as PyTorch's block-scaled GEMM, which is cuBLAS's, wants them.
+"""NVFP4 layers with NVFP4 activations (W4A4) in the layout of PyTorch's block-scaled GEMM (cuBLAS).
 
-Sizes, dtypes and PyTorch releases that it does not take are for the kernel of `packed_linear.py`.
+The kernel of `packed_linear.py` covers sizes, dtypes and PyTorch releases that it does not support.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.kernels.loop_stages import active_architecture
 from dflash_trt.kernels.row_codes_launch import TILE_BLOCKS, TILE_ROWS, RowCodes
 from dflash_trt.network.ops import Linear
 
@@ -31,15 +32,15 @@ class BlockScaledMatrix:
 
 def has_fp4_gemm(device: torch.device) -> bool:
     """PyTorch has it since 2.10."""
-    if device.type != "cuda" or not hasattr(F, "scaled_mm"):
+    if device.type == "cpu" or not hasattr(F, "scaled_mm"):
         return False
-    return torch.cuda.get_device_capability(device) >= FP4_GEMM_CAPABILITY
+    return divmod(active_architecture(), 10) >= FP4_GEMM_CAPABILITY
 
 
 def block_scaled_matrix(linear: Linear[Tensor]) -> BlockScaledMatrix | None:
-    """A layer whose segments all have the same input scale, prepared once, at load; None if the GEMM does not take it.
+    """A layer with one input scale for all segments, prepared at load.
 
-    Reads scales back to the host.
+    None if the GEMM does not support it. Reads scales back to the host.
     """
     weight = linear.weight
     if not isinstance(weight, Nvfp4Weight) or weight.input_scale is None or not _takes(weight):
@@ -78,7 +79,7 @@ def block_scaled_linear(x: RowCodes, matrix: BlockScaledMatrix, dtype: torch.dty
 
 
 def tiled(block_scale: Tensor) -> Tensor:  # [out, in / 16] -> the same scales, flat
-    """Block scales where cuBLAS reads them, in tiles of 128 rows x 4 blocks; those of missing rows are 0."""
+    """Block scales in cuBLAS's layout, tiles of 128 rows x 4 blocks; scales of missing rows are 0."""
     rows, num_blocks = block_scale.shape
     missing = -rows % TILE_ROWS
     whole = F.pad(block_scale.view(torch.uint8), (0, 0, 0, missing))

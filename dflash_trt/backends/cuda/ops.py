@@ -1,8 +1,7 @@
-"""The op façade over the GPU kernels: a step is a fixed sequence of launches that never waits for the host.
+"""The ops over the GPU kernels: a step is a fixed sequence of launches that never waits for the host.
 
-Handles are tensors, or work put off until the kernel that does it along the way (`handles.py`). One `TorchGpuOps`
-lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's interpreter, in
-float32, for tests.
+Handles are tensors, or lazy ops, fused into the next kernel (`handles.py`). One `TorchGpuOps` lives for one step;
+everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's interpreter, in float32, for tests.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +16,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.cuda.drafter_ops import DrafterOps
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
-from dflash_trt.backends.cuda.handles import (
-    Attended,
-    Gated,
-    Heads,
-    Norm,
-    RankSum,
-    RopeRows,
-    Sum,
-    Value,
-    rotation_of,
-    tensor_of,
-)
+from dflash_trt.backends.cuda.handles import Attended, Gated, Heads, Norm, RopeRows, Sum, Value, rotation_of, tensor_of
 from dflash_trt.backends.cuda.latent_attention import attend_device_latent
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
@@ -73,7 +61,10 @@ class TorchGpuOps(DrafterOps):
         masks: DeviceMasks | None = None,
         slots: StepSlots | None = None,
     ) -> None:
-        """`outputs`: where sampling writes, when the caller wants a fixed place. Recurrent layers need `slots`."""
+        """`outputs` is a fixed destination of sampling, if the caller needs one.
+
+        Recurrent layers need `slots`.
+        """
         super().__init__(inputs, num_draft_tokens=num_draft_tokens)
         self._rules = rules
         self._masks = masks
@@ -91,14 +82,18 @@ class TorchGpuOps(DrafterOps):
         activation = x if isinstance(x, Norm | Gated | Attended) else Plain(tensor_of(x))
         return apply_device_linear(activation, linear)
 
-    def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
+    def rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
-            return Heads(x.x, norm=(None if weight is None else tensor_of(weight), eps))
-        if weight is None:
-            rows = tensor_of(x)
-            return F.rms_norm(rows, rows.shape[-1:], None, eps)
+            return Heads(x.x, norm=(tensor_of(weight), eps))
         return Norm(x if isinstance(x, Sum) else tensor_of(x), tensor_of(weight), eps)
+
+    def unweighted_rms_norm(self, x: Value, eps: float) -> Value:
+        if isinstance(x, Heads):
+            assert x.norm is None and x.rope is None
+            return Heads(x.x, norm=(None, eps))
+        rows = tensor_of(x)
+        return F.rms_norm(rows, rows.shape[-1:], None, eps)
 
     def joint_rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
         if self._ranks.num_ranks == 1:
@@ -108,7 +103,7 @@ class TorchGpuOps(DrafterOps):
         return (wide * torch.rsqrt(mean_square + eps)).to(tensor_of(x).dtype) * tensor_of(weight)
 
     def add(self, a: Value, b: Value) -> Sum:
-        return Sum(tensor_of(a), b if isinstance(b, RankSum) else tensor_of(b))
+        return Sum(tensor_of(a), tensor_of(b))
 
     def scale(self, x: Value, factor: float) -> Tensor:
         return tensor_of(x) if factor == 1.0 else tensor_of(x) * factor
@@ -149,7 +144,7 @@ class TorchGpuOps(DrafterOps):
     def merge_heads(self, x: Value) -> Tensor:
         assert isinstance(x, Heads) and x.rope is None
         if x.norm is None:
-            return x.x.flatten(1).contiguous()  # of a single head, whose gate lies beside it, a view
+            return x.x.flatten(1).contiguous()  # a view if there is a single head, next to its gate
         weight, eps = x.norm
         return F.rms_norm(x.x, x.x.shape[-1:], weight, eps).flatten(1)
 
@@ -203,7 +198,7 @@ class TorchGpuOps(DrafterOps):
         return Attended(run, codes)
 
     def _row_options(self, options: AttentionOptions) -> AttentionOptions:
-        """Of rows that keep their K/V."""
+        """Options for rows that keep their K/V."""
         return options
 
     def _store_and_attend(
@@ -338,9 +333,8 @@ class TorchGpuOps(DrafterOps):
             self._masks.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
-    def all_reduce(self, x: Value) -> Tensor | RankSum:
-        rows, peers = tensor_of(x), self._resources.peers
-        return RankSum(rows, peers) if peers is not None and peers.takes(rows) else self._ranks.all_reduce(rows)
+    def all_reduce(self, x: Value) -> Tensor:
+        return self._ranks.all_reduce(tensor_of(x))
 
     def all_gather_vocab(self, logits: Value) -> Tensor:
         return self._ranks.all_gather_columns(tensor_of(logits))

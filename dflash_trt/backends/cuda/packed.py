@@ -1,4 +1,4 @@
-"""Weights as the kernels of `packed_product.py` read them: packed, with their scales prepared once, at load."""
+"""Weights in the layout of `packed_product.py`'s kernels: packed, with scales prepared at load."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -13,8 +13,8 @@ from dflash_trt.formats.fp8_block import Fp8BlockWeight
 from dflash_trt.formats.int4 import Int4Weight
 from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing_launch import RouterKind
 from dflash_trt.network.ops import Linear, StackedExperts
 
@@ -29,7 +29,7 @@ FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
 
 
 def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
-    """One matrix, or those of a layer's experts. Reads scales back to the host.
+    """One matrix, or the matrices of a layer's experts. Reads scales back to the host.
 
     Raises:
         ValueError: no kernel reads such a tensor.

@@ -1,4 +1,4 @@
-"""What an engine keeps on its GPU from step to step, apart from weights and pages."""
+"""State that an engine keeps on its GPU between steps, apart from weights and pages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.latent_rules import largest_workspace
-from dflash_trt.kernels.one_shot_launch import PeerBuffers
 from dflash_trt.kernels.rope_and_pages_launch import DraftLayers
 from dflash_trt.network.rope import rope_frequencies
 
@@ -31,8 +30,7 @@ class GpuResources:
     sampling_workspace: Mapping[str, Tensor]
     draft_layers: DraftLayers | None  # their k_norms and pages
     latents: LatentMemory | None = None
-    peers: PeerBuffers | None = None  # for sums of few rows over ranks
-    splits: FixedSplits | None = None  # of the target's attention, in deterministic steps
+    splits: FixedSplits | None = None  # for the target's attention, in deterministic steps
 
     @classmethod
     def allocate(
@@ -46,7 +44,6 @@ class GpuResources:
         draft_layers: DraftLayers | None,
         dtype: torch.dtype,
         device: torch.device,
-        peers: PeerBuffers | None = None,
         splits: FixedSplits | None = None,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
@@ -77,7 +74,6 @@ class GpuResources:
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
             latents=LatentMemory.allocate(latents, num_rows=max_tokens, dtype=dtype, device=device),
-            peers=peers,
             splits=splits,
         )
 

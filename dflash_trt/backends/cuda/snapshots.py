@@ -1,6 +1,6 @@
-"""Snapshots of recurrent state on a GPU: slots behind those of requests, as in `backends/torch/snapshots.py`.
+"""Snapshots of recurrent state on a GPU: slots after the requests'; see `backends/torch/snapshots.py`.
 
-The copies are launches on the stream of the steps, before a step's graph and behind it. So they have the order of the
+The copies are launches on the stream of the steps, before and after a step's graph. So they run in the order of the
 steps, whatever the host knows of them yet, and no graph depends on them.
 """
 
@@ -8,16 +8,14 @@ from torch import Tensor
 
 from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.kernels.slot_copies_launch import SlotCopies
-from dflash_trt.network.state import RecurrentCache, StepState
+from dflash_trt.network.state import StepState
 
 
 class DeviceSnapshots:
     """Copies between slots, on the current stream; snapshot i is slot `first_slot + i`."""
 
     def __init__(self, state: StepState[Tensor], *, first_slot: int) -> None:
-        caches = [cache for cache in state.target_kv if isinstance(cache, RecurrentCache)]
-        tensors = [tensor for cache in caches for tensor in cache.tensors.values()]
-        self._slots = SlotCopies(tensors) if tensors else None
+        self._slots = SlotCopies(state.slots) if state.slots else None
         self._first_slot = first_slot
 
     def restore(self, copies: StateCopies) -> None:
@@ -26,7 +24,7 @@ class DeviceSnapshots:
             self._copy(self._first_slot + snapshot, slot)
 
     def save(self, copies: StateCopies) -> None:
-        """Fill snapshots from slots, behind a step."""
+        """Copy slots to snapshots, after a step."""
         for slot, snapshot in zip(copies.slots.tolist(), copies.snapshots.tolist(), strict=True):
             self._copy(slot, self._first_slot + snapshot)
 

@@ -1,6 +1,6 @@
-"""The launches of one step in three parts, each of which a CUDA graph may hold: target up to logits, sampling, drafts.
+"""Launches of a step in three parts, each possibly a CUDA graph: target to logits, sampling, drafts.
 
-A step that changes or reads its logits replays the first and the last part, and has sampling of its own.
+A step that changes or reads its logits replays the first and the last part, and samples in its own way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import Enqueue, unowned
 from dflash_trt.backends.torch.logprobs import LogprobsReader
+from dflash_trt.network.decoder import TargetRun
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import StepState
-from dflash_trt.network.step import Network, TargetRun, logits_at, read_logits, run_drafter, run_layers
+from dflash_trt.network.step import Network, logits_at, read_logits, run_drafter, run_layers
 
 SAMPLING = 1  # index of the part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitUse:
-    """What a step does with its logits but sample them."""
+    """Uses of a step's logits besides sampling."""
 
     reader: LogprobsReader | None = None
     make_rules: Callable[[StepInputs[Tensor]], StepRules] | None = None
@@ -44,16 +45,16 @@ class LogitUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """Where a step of one shape reads and writes: the same addresses every time."""
+    """Memory that steps of one shape read and write: the same addresses every time."""
 
     assemble: Callable[[], StepInputs[Tensor]]  # the first launches
     inputs: Callable[[], StepInputs[Tensor]]
-    make_ops: Callable[..., Any]  # of inputs
+    make_ops: Callable[..., Any]  # called with inputs
     store: Callable[[Acceptance[Tensor], Proposal[Tensor] | None], None]  # the last launches
 
 
 class StepLaunches:
-    """A step of one shape. Its parts are called in order; what one leaves for another is held until the last one."""
+    """A step of one shape. Its parts run in order; values passed between parts live until the last one."""
 
     def __init__(
         self, network: Network[Tensor], state: StepState[Tensor], memory: StepMemory, *, num_draft_tokens: int
@@ -63,7 +64,7 @@ class StepLaunches:
         self._ops: Any = None
         self._target: TargetRun[Any] | None = None
         self._acceptance: Acceptance[Any] | None = None
-        self._logits: Tensor | None = None  # [R*(K+1), V]; behind the last part that of a graph, which is another's
+        self._logits: Tensor | None = None  # [R*(K+1), V]; after the last part of a graph it belongs to another graph
 
     @property
     def parts(self) -> tuple[Enqueue, Enqueue, Enqueue]:

@@ -1,4 +1,7 @@
-"""Masked rows of logits on a GPU: a few PyTorch ops in steps without a graph, of which none waits for the device."""
+"""Masked rows of logits on a GPU: a few PyTorch ops in steps without a graph.
+
+None waits for the device.
+"""
 
 from dataclasses import dataclass
 from typing import Self

@@ -1,7 +1,6 @@
 """The device memory of TensorRT steps: staged inputs and results, and the state, allocated once.
 
-Addresses never change, so that they are bound once and CUDA graphs stay valid; plain layers alone write into a second
-pool, which takes turns with the first.
+Addresses never change, so that they are bound once and CUDA graphs stay valid.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.page_tables import PageTables
 from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import TensorBlock
-from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX
 from dflash_trt.backends.tensorrt.network import (
     PAGE_TABLE,
     STATE_POOLS,
@@ -37,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class EngineState:
-    """Pages and slots of every state, as the network takes them: by address, or as tensors that leave as others."""
+    """Pages and slots of every state, which the network finds by address."""
 
     def __init__(
         self,
@@ -48,14 +46,9 @@ class EngineState:
         device: torch.device,
         page_windows: Sequence[PageWindow] = (),
     ) -> None:
-        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write. In
-        groups with a window that is the blank page, whose content their masks hide.
-
-        `num_slots` are those of requests and the last one, of padding. `page_windows` are those of the spec.
-        """
+        """`num_slots` are the requests' plus the last one, for padding. `page_windows` match the spec's."""
         assert tuple(group.window for group in page_windows) == spec.page_windows, "pools for the groups of the engine"
-        self._is_in_place = spec.plugins == "plugin"
-        sizes = {pool_axis(None): num_pages if self._is_in_place else num_pages + 1, "slots": num_slots}
+        sizes = {pool_axis(None): num_pages, "slots": num_slots}
         sizes |= {pool_axis(group.window): group.blank_page + 1 for group in page_windows}
         self._kinds = {tensor.name: tensor.axes[0] for tensor in state_tensors_of(spec)}
         self._groups = {state.name: page_group_of(state, spec.page_windows) for state in spec.states}
@@ -65,12 +58,11 @@ class EngineState:
             )
             for tensor in state_tensors_of(spec)
         }
-        self._spare = {} if self._is_in_place else {name: torch.zeros_like(x) for name, x in self._tensors.items()}
         addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
         self._pools = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._unread = {
             tensor.name: torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
-            for tensor in (state_outputs_of(spec) if self._is_in_place else ())
+            for tensor in state_outputs_of(spec)
         }
 
     @property
@@ -94,47 +86,30 @@ class EngineState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What the next step is bound to, by name of the engine's tensor."""
-        if self._is_in_place:
-            return {STATE_POOLS: self._pools} | self._unread
-        return self._tensors | {NEXT_PREFIX + name: tensor for name, tensor in self._spare.items()}
-
-    @property
-    def shapes(self) -> Shapes:
-        """Of the inputs among them whose size is not the engine's own."""
-        return {} if self._is_in_place else {name: tuple(x.shape) for name, x in self._tensors.items()}
-
-    @property
-    def is_moving(self) -> bool:
-        """True if a step leaves the state elsewhere: no graph can hold its addresses."""
-        return not self._is_in_place
-
-    def finish_step(self) -> None:
-        if self.is_moving:
-            self._tensors, self._spare = self._spare, self._tensors
+        """The tensors to bind, by engine tensor name."""
+        return {STATE_POOLS: self._pools} | self._unread
 
     def fill(self, value: float) -> None:
         """Overwrite everything: for canaries, never while requests are alive."""
-        for tensor in (*self._tensors.values(), *self._spare.values()):
+        for tensor in self._tensors.values():
             tensor.fill_(value)
 
 
 class StepBuffers:
     """Inputs and results of a step, flat; a step uses the first elements of each.
 
-    What drafts were drawn from is a result that stays on the device: the slots take it.
+    The drafts' top-k candidates stay on the device: the slots keep them.
     """
 
     def __init__(self, spec: StepNetworkSpec, limits: ExecutorLimits, *, device: torch.device) -> None:
-        """`limits` are those of the engine's steps, with the K and C that it always drafts."""
+        """`limits` are the limits of the engine's steps, with the K and C that it always drafts."""
         self.device = device
-        scratch_page = limits.num_pages if spec.plugins == "layers" else None
-        self.staging = InputStaging(limits, device, scratch_page=scratch_page)
+        self.staging = InputStaging(limits, device)
         self.results = ResultStaging(limits, device)
         self._tables = PageTables(limits, device=device) if limits.page_windows else None
         self._table_names = (PAGE_TABLE.name, *(table_name(group.window) for group in limits.page_windows))
-        self._drawn_from = TensorBlock(DRAFT_OUTPUTS, limits, device=device)
-        self._sizes = {"max_pages": limits.max_pages, "num_choices": limits.num_choices}
+        self._draft_topk_tensors = TensorBlock(DRAFT_OUTPUTS, limits, device=device)
+        self._sizes = {"max_pages": limits.max_pages, "draft_topk": limits.draft_topk}
         self._step_tensors = step_tensors_of(spec)
         self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
         self._outputs = tuple(tensor.name for tensor in step_outputs_of(spec))
@@ -144,7 +119,7 @@ class StepBuffers:
         """By name of the engine's tensor."""
         tables = {} if self._tables is None else dict(zip(self._table_names, self._tables.flat, strict=True))
         inputs = {**self.staging.device_tensors, **tables}
-        outputs = {**self.results.device_tensors, **self._drawn_from.flat}
+        outputs = {**self.results.device_tensors, **self._draft_topk_tensors.flat}
         return {name: inputs[name] for name in self._inputs} | {name: outputs[name] for name in self._outputs}
 
     def shapes(self, shape: StepShape) -> Shapes:
@@ -161,7 +136,7 @@ class StepBuffers:
         bonus = outputs.emitted_tokens.gather(1, outputs.num_accepted.long()[:, None])[:, 0]
         proposal = None
         if shape.num_draft_tokens:
-            drawn_from = self._drawn_from.views(shape)
-            choices, chances = (drawn_from[tensor.name] for tensor in DRAFT_OUTPUTS)
-            proposal = Proposal(tokens=drafts, choices=choices, chances=chances)
+            views = self._draft_topk_tensors.views(shape)
+            draft_topk_ids, draft_topk_probs = (views[tensor.name] for tensor in DRAFT_OUTPUTS)
+            proposal = Proposal(tokens=drafts, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
         self.staging.store(shape, bonus, proposal, outputs.next_context_lens)

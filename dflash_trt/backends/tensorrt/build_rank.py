@@ -67,17 +67,16 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     """TensorRT's options of a build configuration; the plugin library is relative to the configuration.
 
     Raises:
-        BuildError: plugins without a library, or no TensorRT.
+        BuildError: no plugin library, or no TensorRT.
     """
     library = None if config.plugin_library is None else (base_dir / config.plugin_library).resolve()
     trt = load_tensorrt("tensorrt")
-    if config.plugins == "plugin" and (library is None or not library.is_file()):
+    if library is None or not library.is_file():
         found = "none" if library is None else f"none at {library}"
         raise BuildError.about("plugin library", expected="a file", found=found, hint=LIBRARY_HINT)
     return PlanOptions(
-        plugins=config.plugins,
         collectives=config.collectives,
-        plugin_library=library if config.plugins == "plugin" else None,
+        plugin_library=library,
         timing_cache=default_timing_cache(tensorrt_version=module_version(trt)),
     )
 
@@ -89,10 +88,9 @@ def record_of(built: BuiltPlan, options: PlanOptions, *, page_windows: tuple[int
         tensorrt_version=built.tensorrt_version,
         gpu_name=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         compute_capability=options.compute_capability or f"{major}.{minor}",
-        plugins=built.plugins,
         collectives=options.collectives,
         page_windows=page_windows,
-        plugin_library=None if options.plugin_library is None else PLUGIN_LIBRARY_NAME,
+        plugin_library=PLUGIN_LIBRARY_NAME,
         flags=built.flags,
         profiles=tuple(_profile_record(profile) for profile in built.profiles),
         num_layers=built.num_layers,

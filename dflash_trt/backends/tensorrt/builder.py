@@ -6,6 +6,7 @@ Knows builder options; `network` defines the layers, and `engine_dir` stores the
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import Flavor, load_tensorrt, make_logger, module_version
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec, define_step_network
-from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables
+from dflash_trt.backends.tensorrt.node_stubs import STUB, add_stub
+from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.tensorrt.plan_stream import write_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
+from dflash_trt.backends.tensorrt.plugins import add_plugin_node
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.core.config import CollectiveMode
@@ -30,15 +33,16 @@ from dflash_trt.formats.base import QuantizedWeight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """How to build. `compute_capability` ("SM120") is what the CPU-only builder targets instead of this GPU.
+    """Build options. The CPU-only builder targets `compute_capability` ("SM120") instead of this GPU.
+
+    It takes no plugins, and has stubs of their nodes (`node_stubs`).
 
     `flags` are BuilderFlag names to set on top of the defaults. STRIP_PLAN is not for them: a directory has no other
     weights than its plan. TensorRT refuses DISTRIBUTIVE_INDEPENDENCE for more than one profile.
     """
 
     flavor: Flavor = "tensorrt"
-    plugins: PluginMode = "plugin"
-    collectives: CollectiveMode = "native"  # of several ranks
+    collectives: CollectiveMode = "native"  # for several ranks
     plugin_library: Path | None = None
     timing_cache: Path | None = None
     compute_capability: str | None = None
@@ -51,7 +55,6 @@ class BuiltPlan:
     """Facts about a plan, for config.json and for the report of a check."""
 
     tensorrt_version: str
-    plugins: PluginMode
     flags: tuple[str, ...]
     profiles: tuple[Profile, ...]
     inputs: tuple[str, ...]  # "token_ids int32 [T]"
@@ -75,7 +78,9 @@ def build_plan(
     sink: ByteSink,
     progress: StepsCallback = lambda phase, done, total: None,
 ) -> BuiltPlan:
-    """Define the network of one rank and compile it into `sink`. The tensors must stay alive until this returns.
+    """Define one rank's network and compile it into `sink`.
+
+    The tensors must stay alive until this returns.
 
     Raises:
         BuildError: TensorRT is missing, refused a layer, or could not build; with its own messages.
@@ -83,13 +88,15 @@ def build_plan(
     started_s = time.monotonic()
     trt = load_tensorrt(options.flavor)
     logger = make_logger(trt)
-    if options.plugins == "plugin":
+    has_plugins = options.flavor == "tensorrt"
+    if has_plugins:
         load_plugin_library(trt, options.plugin_library)
     builder = _make_builder(trt, logger, options)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    spec = replace(spec, plugins=options.plugins, collectives=options.collectives)
-    define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables)
+    spec = replace(spec, collectives=options.collectives)
+    add_node = add_plugin_node if has_plugins else add_stub
+    define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables, add_node=add_node)
     profiles = step_profiles(spec, limits)
     config, flags = _configure(trt, builder, options)
     for profile in profiles:
@@ -103,15 +110,15 @@ def build_plan(
     if options.timing_cache is not None:
         store_timing_cache(config, options.timing_cache)
     assert layers.constant_owners is not None  # the weights' memory, alive up to here
+    layer_counts = _layer_counts(network)
     return BuiltPlan(
         tensorrt_version=module_version(trt),
-        plugins=options.plugins,
         flags=flags,
         profiles=profiles,
         inputs=_tensor_lines(network.get_input, network.num_inputs),
         outputs=_tensor_lines(network.get_output, network.num_outputs),
-        num_layers=network.num_layers,
-        layer_counts=_layer_counts(network),
+        num_layers=sum(layer_counts.values()),
+        layer_counts=layer_counts,
         plan_bytes=plan_bytes,
         build_time_s=time.monotonic() - started_s,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -203,8 +210,8 @@ def _tensor_lines(get: Callable[[int], Any], count: int) -> tuple[str, ...]:
 
 
 def _layer_counts(network: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for i in range(network.num_layers):
-        kind = network.get_layer(i).type.name
-        counts[kind] = counts.get(kind, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    """By type, the most first; the layers of a stub are one plugin node."""
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    stubs = {layer.metadata for layer in layers if layer.metadata.startswith(STUB)}
+    kinds = [layer.type.name for layer in layers if layer.metadata not in stubs]
+    return dict(Counter(kinds + ["PLUGIN_V3"] * len(stubs)).most_common())

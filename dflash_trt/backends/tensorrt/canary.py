@@ -3,7 +3,7 @@
 A plugin gets its pages by address, so nothing that TensorRT says about an engine shows whether K/V arrive. Here the
 pages are filled with a value, a few tokens run, twice at different pages, and every pool is compared: exactly the rows
 of these tokens have changed, and both times to the same. Slots of recurrent states are looked at in the same way, each
-part of them. What K/V and states should be is not known here; `self_test` compares tokens with another backend.
+part of them. What K/V and states should be is not known here; `scripts/gpu_check` compares tokens with another backend.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from dflash_trt.core.step_plan import StepExecutor, StepPlan
 
 CANARY: Final = 40.0  # exact in every type that pages have
 _CHUNK_BYTES: Final = 64 << 20  # looked at at once: the pools fill the device
-_TOLERANCE: Final = 0.02  # of the largest value: steps of equal rows may round differently
+_TOLERANCE: Final = 0.02  # relative to the largest value: steps of equal rows may round differently
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sequence is kept: its slot, and the first of its neighbouring pages in every page group."""
+    """Place of a sequence: its slot, and the first of its consecutive pages in every page group."""
 
     slot: int
     first_pages: tuple[int, ...]
@@ -40,7 +40,7 @@ class PagedExecutor(StepExecutor, Protocol):
 
 
 def check_pages(executor: PagedExecutor) -> str:
-    """Run the canary on an executor that serves nobody, and zero its state. What was compared, in words.
+    """Run the canary on an idle executor, and zero its state. Returns a description of the comparison.
 
     Raises:
         EngineDirError: a pool whose rows are not written, are written elsewhere, or differ between two equal runs.
@@ -66,9 +66,9 @@ def check_pages(executor: PagedExecutor) -> str:
 
 
 def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str, Tensor]:  # float32
-    """What prefill chunks of these tokens leave in a place: rows, [num_tokens, ...] by state, and parts of the slot.
+    """State that prefill chunks of these tokens write: rows, [num_tokens, ...] by state, and slot parts.
 
-    Recurrent states get the last token in a step of its own: its record is left, the rest are folded.
+    Recurrent states get the last token in a step of its own: it stays a record, the rest are folded.
     """
     limits, state = executor.limits, executor.state
     state.fill(CANARY)
@@ -85,8 +85,7 @@ def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str
             executor.submit(_moved(plan_of(chunk, max_pages=limits.max_pages), place, limits.max_pages)).result()
     rows = {}
     for name, pages in state.pages.items():
-        own = _by_parts(pages[:-1] if state.is_moving else pages)  # without the page that padding writes to
-        rows[name] = _rows_of(name, own, place.first_pages[state.group_of(name)], num_tokens)
+        rows[name] = _rows_of(name, _by_parts(pages), place.first_pages[state.group_of(name)], num_tokens)
     return rows | {name: _part_of(name, tensor, place.slot) for name, tensor in state.slots.items()}
 
 
@@ -99,9 +98,9 @@ def _moved(plan: StepPlan, place: Place, max_pages: int) -> StepPlan:
 
 
 def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
-    """A part of a slot in which something has been written, as nowhere else but for the last slot, which is padding's.
+    """A part of a slot that was written, after checking that no other slot was, except padding's.
 
-    Of a state all, of other parts the first row.
+    Returns a whole state, or the first row of other parts.
     """
     canary = torch.full_like(tensor[:1].flatten()[:1], CANARY).view(torch.uint8)
     others = [index for index in range(len(tensor) - 1) if index != slot]
@@ -147,7 +146,7 @@ def _is_written(pages: Tensor) -> Tensor:  # bool [pages, parts, page_size]
 def _refusal(name: str, expected: str, found: str) -> EngineDirError:
     hint = (
         "The engine does not write its state where it is read, so its tokens would be wrong. "
-        "Rebuild the plugin library and the engine, or build with --plugins layers (slow), and report this message."
+        "Rebuild the plugin library and the engine, or build with --backend torch, and report this message."
     )
     where = "slots" if name.partition(".")[0].endswith("_state") else "pages"
     return EngineDirError.about(f"{where} of {name}", expected=expected, found=found, hint=hint)

@@ -7,8 +7,10 @@ output is read, because TensorRT derives the output's shape from it.
 from typing import Any, Protocol
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.backends.tensorrt.plugins import ALL_GATHER, ALL_REDUCE, PluginContract, make_plugin
+from dflash_trt.backends.tensorrt.plugins import AddNode
 from dflash_trt.core.config import CollectiveMode
+from dflash_trt.kernels.programs import ALL_GATHER, ALL_REDUCE
+from dflash_trt.kernels.programs.program import Program
 
 
 class Collectives(Protocol):
@@ -25,15 +27,15 @@ class Collectives(Protocol):
         ...
 
 
-def make_collectives(layers: Layers, *, num_ranks: int, mode: CollectiveMode) -> Collectives | None:
+def make_collectives(layers: Layers, *, num_ranks: int, mode: CollectiveMode, add_node: AddNode) -> Collectives | None:
     """Collectives of `mode`; None for one rank."""
     if num_ranks == 1:
         return None
-    return NativeCollectives(layers, num_ranks) if mode == "native" else PluginCollectives(layers, num_ranks)
+    return NativeCollectives(layers, num_ranks) if mode == "native" else PluginCollectives(layers, num_ranks, add_node)
 
 
 class NativeCollectives:
-    """`IDistCollectiveLayer`s. A layer is named after what it does, which it tells nobody otherwise."""
+    """`IDistCollectiveLayer`s. Layers are named after their operation, which they do not show otherwise."""
 
     def __init__(self, layers: Layers, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -56,9 +58,10 @@ class NativeCollectives:
 class PluginCollectives:
     """Nodes of `AllReduce` and `AllGather`."""
 
-    def __init__(self, layers: Layers, num_ranks: int) -> None:
+    def __init__(self, layers: Layers, num_ranks: int, add_node: AddNode) -> None:
         self.num_ranks = num_ranks
         self._layers = layers
+        self._add_node = add_node
 
     def all_reduce(self, x: ITensor) -> ITensor:
         return self._add(x, ALL_REDUCE)
@@ -66,10 +69,6 @@ class PluginCollectives:
     def all_gather(self, x: ITensor) -> ITensor:
         return self._add(x, ALL_GATHER)
 
-    def _add(self, x: ITensor, contract: PluginContract) -> ITensor:
-        layers = self._layers
-        name = f"{contract.name} #{layers.network.num_layers}"
-        plugin = make_plugin(layers.trt, contract, name=name, fields={"num_ranks": self.num_ranks})
-        layer = layers.add_layer("add_plugin_v3", [x], [], plugin)
-        layer.name = name
-        return layers.output_of(layer)
+    def _add(self, x: ITensor, program: Program) -> ITensor:
+        name = f"{program.name} #{self._layers.network.num_layers}"
+        return self._add_node(self._layers, program, name, [x], {"num_ranks": self.num_ranks})[0]

@@ -14,11 +14,11 @@ import torch
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.errors import EngineDirError, RankError
 
-CAPSULE_NAME: Final = b"ncclComm_t"  # what IExecutionContext.set_communicator expects
+CAPSULE_NAME: Final = b"ncclComm_t"  # the name that IExecutionContext.set_communicator expects
 _LIBRARY: Final = "libnccl.so.2"
-_FLOAT32, _SUM = 7, 0  # of ncclDataType_t and ncclRedOp_t
+_FLOAT32, _SUM = 7, 0  # values of ncclDataType_t and ncclRedOp_t
 
-ShareBytes = Callable[[Callable[[], bytes], int], bytes]  # of so many bytes, what rank 0 makes, on every rank
+ShareBytes = Callable[[Callable[[], bytes], int], bytes]  # (make, size): bytes that rank 0 makes, on every rank
 
 
 class _UniqueId(ctypes.Structure):
@@ -117,9 +117,9 @@ class Communicator:
 
 
 class EngineOfRanks:
-    """An ICudaEngine whose contexts all have the communicator, whoever makes them.
+    """An ICudaEngine that gives all its contexts the communicator.
 
-    Making a context waits for the other ranks, which must make theirs in the same order.
+    Creating a context waits for the other ranks, which must create theirs in the same order.
     """
 
     def __init__(self, engine: Any, communicator: Communicator) -> None:
@@ -130,7 +130,7 @@ class EngineOfRanks:
         return getattr(self._engine, name)
 
     def create_execution_context(self, *arguments: Any) -> Any:
-        """Raises EngineDirError when TensorRT refuses the communicator: its collectives would do nothing, silently."""
+        """Raise EngineDirError if TensorRT refuses the communicator: collectives would silently do nothing."""
         context = self._engine.create_execution_context(*arguments)
         if context is not None and not context.set_communicator(self._communicator.capsule()):
             raise EngineDirError.about(

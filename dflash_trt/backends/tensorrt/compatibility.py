@@ -20,8 +20,8 @@ _LIBRARY = (
 _REBUILD = "Build it again on this machine: dflash-trt build ... --backend tensorrt --overwrite"
 
 
-def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None) -> tuple[TensorRTRecord, Path | None]:
-    """The record and the plugin library, when this machine may run the engine.
+def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None) -> Path:
+    """The plugin library, when this machine may run the engine.
 
     The library is the directory's own, whose hash `EngineDir.open` has compared, unless `plugin_library` names another:
     that one may have other kernels, and needs the plugins of this version of the contract (`load_plugin_library`).
@@ -39,13 +39,11 @@ def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None)
     problems = mismatches(
         record, tensorrt_version=version, compute_capability=f"{major}.{minor}", gpu_name=torch.cuda.get_device_name()
     )
-    library = None
-    if record.plugin_library is not None:
-        library = plugin_library or engine_dir.path / record.plugin_library
-        if not library.is_file():
-            problems.append(problem(f"plugin library {library}", expected="a file", found="none", hint=_LIBRARY))
+    library = plugin_library or engine_dir.path / record.plugin_library
+    if not library.is_file():
+        problems.append(problem(f"plugin library {library}", expected="a file", found="none", hint=_LIBRARY))
     raise_all(EngineDirError, f"engine directory {engine_dir.path}", problems)
-    return record, library
+    return library
 
 
 def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capability: str, gpu_name: str) -> list[str]:
@@ -68,7 +66,6 @@ def spec_of(engine_dir: EngineDir, rank: int = 0) -> StepNetworkSpec:
     of_rank = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
     return replace(
         network_spec(of_rank, engine_dir.manifest.build_config),
-        plugins=record.plugins,
         collectives=record.collectives,
         page_windows=record.page_windows,
     )

@@ -88,7 +88,7 @@ class StepContext:
 
 
 class StepContexts:
-    """Contexts of an engine: one for each shape of `captured`, and one per profile for steps without a graph."""
+    """Contexts of an engine: one per shape of `captured`, and one per profile for steps without a graph."""
 
     def __init__(
         self, engine: Any, strategy: Any, stream: Stream, *, captured: Iterable[StepShape], device: torch.device

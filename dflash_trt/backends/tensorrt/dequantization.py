@@ -1,10 +1,8 @@
 """Quantized weights as layers that dequantize them: constants stay packed in the plan.
 
-The formats and their arithmetic are defined in `formats/`. The weights of all experts of a layer are one matrix of
-E * out rows here, since TensorRT has block scales for matrices alone.
+The formats and their arithmetic are defined in `formats/`. Weights are matrices [out, in]; a node has those of experts.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,13 +20,6 @@ from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 
 
-def dequantized(layers: Layers, weight: QuantizedWeight[HostTensor], like: ITensor) -> ITensor:
-    """W [..., out, in] in the type of `like`."""
-    matrix = DEQUANTIZE[type(weight)](layers, weight, like)
-    leading = weight.tensors()["codes"].shape[:-1]
-    return matrix if len(leading) == 1 else layers.reshape(matrix, (*leading, matrix.shape[-1]))
-
-
 def scalar_constant(layers: Layers, scales: HostTensor) -> ITensor:
     """The first of the scales, which are all equal where this is asked, as a rank 0 constant."""
     return layers.tensor(host_floats(f"{scales.name} scalar", [scales.floats()[0]], ()))
@@ -36,23 +27,23 @@ def scalar_constant(layers: Layers, scales: HostTensor) -> ITensor:
 
 def _fp8(layers: Layers, weight: Fp8Weight[HostTensor], like: ITensor) -> ITensor:
     scale = layers.tensor(_scale_of_rows(weight.weight_scale, weight.segments))
-    return layers.dequantize(layers.tensor(_matrix(weight.codes)), scale, like.dtype, axis=0)
+    return layers.dequantize(layers.tensor(weight.codes), scale, like.dtype, axis=0)
 
 
 def _fp8_rows(layers: Layers, weight: Fp8RowWeight[HostTensor], like: ITensor) -> ITensor:
-    scale = layers.tensor(weight.weight_scale.reshaped(weight.weight_scale.num_elements))
-    return layers.dequantize(layers.tensor(_matrix(weight.codes)), scale, like.dtype, axis=0)
+    scale = layers.tensor(weight.weight_scale)
+    return layers.dequantize(layers.tensor(weight.codes), scale, like.dtype, axis=0)
 
 
 def _fp8_block(layers: Layers, weight: Fp8BlockWeight[HostTensor], like: ITensor) -> ITensor:
     """TensorRT's blocks are whole; where some are not, scales are gathered for every element."""
-    codes, scales = _matrix(weight.codes), _matrix(weight.block_scale)
+    codes, scales = weight.codes, weight.block_scale
     columns = codes.shape[1]
     if columns % FP8_BLOCK_SIZE == 0 and all(rows % FP8_BLOCK_SIZE == 0 for rows in weight.segments):
         layer = layers.add_layer("add_dequantize", layers.tensor(codes), layers.tensor(scales), like.dtype)
         layer.block_shape = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
         return layers.output_of(layer)
-    of_rows = _block_of_rows(weight.segments, num_experts=codes.shape[0] // sum(weight.segments))
+    of_rows = _block_of_rows(weight.segments)
     of_columns = np.arange(columns, dtype=np.int32) // FP8_BLOCK_SIZE
     scale = layers.tensor(scales)
     for axis, blocks in enumerate((of_rows, of_columns)):
@@ -62,10 +53,11 @@ def _fp8_block(layers: Layers, weight: Fp8BlockWeight[HostTensor], like: ITensor
 
 
 def _nvfp4(layers: Layers, weight: Nvfp4Weight[HostTensor], like: ITensor) -> ITensor:
-    """TensorRT wants a dequantization's output to have the type of its scale, so the scales are in `like`'s type too.
+    """Dequantize with scales in `like`'s type: TensorRT ties the output type to the scale's.
+
     They are multiplied in float32 first: in bfloat16 the product would be of a rounded global scale.
     """
-    block_scale = layers.tensor(_matrix(weight.block_scale))
+    block_scale = layers.tensor(weight.block_scale)
     is_one = len(set(weight.weight_scale.floats())) == 1
     scale = (
         scalar_constant(layers, weight.weight_scale)
@@ -77,14 +69,14 @@ def _nvfp4(layers: Layers, weight: Nvfp4Weight[HostTensor], like: ITensor) -> IT
 
 
 def _mxfp4(layers: Layers, weight: Mxfp4Weight[HostTensor], like: ITensor) -> ITensor:
-    powers = _matrix(weight.block_scale)
+    powers = weight.block_scale
     scale = layers.cast(layers.constant_of_bits(powers, "E8M0", powers.shape), "float32")
     return layers.dequantize(_fp4_matrix(layers, weight.codes), layers.cast_like(scale, like), like.dtype, axis=1)
 
 
 def _int4(layers: Layers, weight: Int4Weight[HostTensor], like: ITensor) -> ITensor:
     """TensorRT's INT4 is two's complement, while a stored nibble is the integer + 8: 8 more or less."""
-    codes, scales = _matrix(weight.codes), layers.cast_like(layers.tensor(_matrix(weight.block_scale)), like)
+    codes, scales = weight.codes, layers.cast_like(layers.tensor(weight.block_scale), like)
     rows, blocks = scales.shape
     nibbles = layers.constant_of_bits(codes, "INT4", (rows, 2 * codes.shape[1]))
     integers = layers.dequantize(nibbles, layers.floats([1.0]), layers.trt.DataType.FLOAT)
@@ -107,27 +99,20 @@ DEQUANTIZE: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, Any, ITenso
 }
 
 
-def _matrix(tensor: HostTensor) -> HostTensor:
-    """Experts and their rows along one axis."""
-    *rows, columns = tensor.shape
-    return tensor.reshaped(math.prod(rows), columns)
-
-
 def _fp4_matrix(layers: Layers, codes: HostTensor) -> ITensor:
-    rows, pairs = _matrix(codes).shape
+    rows, pairs = codes.shape
     return layers.constant_of_bits(codes, "FP4", (rows, 2 * pairs))
 
 
 def _scale_of_rows(scales: HostTensor, segments: tuple[int, ...]) -> HostTensor:
-    """float32 [..., segments] -> [all rows]."""
-    by_segment = np.array(scales.floats(), np.float32).reshape(-1, len(segments))
-    return host_array(f"{scales.name} per row", np.repeat(by_segment, segments, axis=1).reshape(-1))
+    """float32 [segments] -> [rows]."""
+    return host_array(f"{scales.name} per row", np.repeat(np.array(scales.floats(), np.float32), segments))
 
 
-def _block_of_rows(segments: tuple[int, ...], *, num_experts: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """The row of scales of every row; each segment of each expert begins a block."""
+def _block_of_rows(segments: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """The row of scales of every row; each segment begins a block."""
     starts, blocks = 0, []
-    for rows in segments * num_experts:
+    for rows in segments:
         blocks.append(starts + np.arange(rows, dtype=np.int32) // FP8_BLOCK_SIZE)
         starts += -(-rows // FP8_BLOCK_SIZE)
     return np.concatenate(blocks)

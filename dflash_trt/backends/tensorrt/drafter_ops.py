@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
+from dflash_trt.backends.tensorrt.dflash2_ops import block_conv, select_tokens, times
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_dflash2 import block_conv, select_tokens
-from dflash_trt.backends.tensorrt.lowering_drafts import times
-from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
+from dflash_trt.backends.tensorrt.plugins import PluginLowering
 from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import RowCache
@@ -15,24 +13,18 @@ from dflash_trt.network.state import RowCache
 class DrafterOps:
     """A part of `Ops[Handle]`, for one network.
 
-    A chain's passes are unrolled: those of the largest K, behind one another. A step of a smaller K runs them all and
-    gives the first of their drafts.
+    A chain's passes are unrolled for the largest K. A step of a smaller K runs them all and uses the first drafts.
     """
 
     def __init__(
-        self, layers: Layers, inputs: StepInputs[ITensor], lowering: StatefulLowering, *, max_draft_len: int
+        self, layers: Layers, inputs: StepInputs[ITensor], lowering: PluginLowering, *, max_draft_len: int
     ) -> None:
         self._layers = layers
         self._inputs = inputs
         self._lowering = lowering
         self._max_draft_len = max_draft_len
         self._chain_width: int | None = None  # slots of the last block of a chain
-        self._features: dict[str, ITensor] = {}  # of the step's tokens, [T, H], by name of their state
-
-    @property
-    def block_width(self) -> Dim:
-        """S of the drafter's pass: K + 1, or of a chain the slots so far."""
-        return self._layers.dim(self._inputs.logit_rows, 1) if self._chain_width is None else self._chain_width
+        self._features: dict[str, ITensor] = {}  # features of the step's tokens, [T, H], by state name
 
     def block_conv(self, x: ITensor, filters: ITensor, base: Handle) -> ITensor:
         rows, layers = self._inputs.logit_rows, self._layers
@@ -55,7 +47,7 @@ class DrafterOps:
 
     def chain_blocks(self, acceptance: Acceptance[ITensor], drafts: Sequence[ITensor]) -> TokenBlocks[ITensor]:
         self._chain_width = len(drafts) + 1
-        return trt_eagle3.chain_blocks(self._layers, acceptance, drafts, self._inputs.page_table)
+        return chain_blocks(self._layers, acceptance, drafts, self._inputs.page_table)
 
     def previous_rows(self, x: ITensor, rows: Rows[ITensor], cache: RowCache[ITensor]) -> ITensor:
         assert rows.keeps_kv, "only the step's own tokens have rows in pages"
@@ -63,7 +55,7 @@ class DrafterOps:
         return self._lowering.previous_rows(x, cache)
 
     def context_rows(self, cache: RowCache[ITensor], acceptance: Acceptance[ITensor]) -> ITensor:
-        return trt_eagle3.accepted_rows(self._layers, self._features[cache.spec.name], acceptance, self._inputs)
+        return accepted_rows(self._layers, self._features[cache.spec.name], acceptance, self._inputs)
 
     def stack_slots(self, slots: Sequence[ITensor]) -> ITensor:
         layers, width = self._layers, slots[0].shape[-1]
@@ -80,7 +72,7 @@ class DrafterOps:
         acceptance: Acceptance[ITensor],
         draft_to_target: Handle | None,
         *,
-        num_choices: int,
+        draft_topk: int,
         first_slot: int = 1,
     ) -> Proposal[ITensor]:
         layers, starts = self._layers, acceptance.next_context_lens
@@ -88,19 +80,21 @@ class DrafterOps:
             starts = layers.binary("SUM", starts, first_slot - 1)
         targets = None if draft_to_target is None else layers.tensor(draft_to_target)
         num_slots = num_drafts(layers, self._inputs) if self._chain_width is None else 1
-        return self._lowering.draft_tokens(logits, starts, targets, num_slots, num_choices=num_choices)
+        return self._lowering.draft_tokens(logits, starts, targets, num_slots, draft_topk=draft_topk)
 
     def of_this_step(self, proposal: Proposal[ITensor]) -> Proposal[ITensor]:
         """As many drafts as its K."""
         if self._chain_width is None:
             return proposal
-        assert proposal.choices is not None and proposal.chances is not None, "drafts of this backend have them"
+        assert proposal.draft_topk_ids is not None and proposal.draft_topk_probs is not None, (
+            "drafts of this backend have them"
+        )
         layers, num_slots = self._layers, num_drafts(self._layers, self._inputs)
-        num_chances = times(layers, num_slots, proposal.choices.shape[1] // self._max_draft_len)
+        num_probs = times(layers, num_slots, proposal.draft_topk_ids.shape[1] // self._max_draft_len)
         return Proposal(
             tokens=layers.slice(proposal.tokens, 1, 0, num_slots),
-            choices=layers.slice(proposal.choices, 1, 0, num_chances),
-            chances=layers.slice(proposal.chances, 1, 0, num_chances),
+            draft_topk_ids=layers.slice(proposal.draft_topk_ids, 1, 0, num_probs),
+            draft_topk_probs=layers.slice(proposal.draft_topk_probs, 1, 0, num_probs),
         )
 
 
@@ -108,3 +102,33 @@ def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:
     """K."""
     width = layers.dim(inputs.logit_rows, 1)
     return width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
+
+
+def accepted_rows(
+    layers: Layers,
+    x: ITensor,  # F [T, H]
+    acceptance: Acceptance[ITensor],
+    inputs: StepInputs[ITensor],
+) -> ITensor:
+    """`Ops.context_rows`, F [R, H]: of the last accepted tokens. A request without tokens has some row."""
+    starts = layers.drop_ends(inputs.token_offsets, 0, first=0, last=1)
+    num_kept = layers.binary("SUB", acceptance.next_context_lens, inputs.context_lens)
+    row = layers.binary("SUB", layers.binary("SUM", starts, num_kept), 1)
+    return layers.gather(x, layers.binary("MAX", row, 0))
+
+
+def chain_blocks(
+    layers: Layers, acceptance: Acceptance[ITensor], drafts: Sequence[ITensor], page_table: ITensor
+) -> TokenBlocks[ITensor]:
+    """See `Ops.chain_blocks`."""
+    tokens = [layers.reshape(acceptance.bonus_tokens, (-1, 1)), *drafts]
+    starts = layers.reshape(acceptance.next_context_lens, (-1, 1))
+    slots = layers.reshape(layers.arange(len(tokens)), (1, -1))
+    rows = Rows(
+        positions=layers.reshape(layers.binary("SUM", starts, slots), (-1,)),
+        token_offsets=None,
+        context_lens=acceptance.next_context_lens,
+        page_table=page_table,
+        keeps_kv=False,
+    )
+    return TokenBlocks(token_ids=layers.reshape(layers.concat(tokens, 1), (-1,)), rows=rows)

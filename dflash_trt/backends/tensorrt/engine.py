@@ -1,4 +1,4 @@
-"""Opening a TensorRT plan: the module, the driver, the plugin library, the plan, and every I/O tensor checked.
+"""Opens a TensorRT plan; checks module, driver, plugin library, plan and every I/O tensor.
 
 Nothing is imported or touched before it is needed, and each thing that may be missing has an error that names it.
 """
@@ -18,7 +18,6 @@ from dflash_trt.backends.tensorrt.network import (
     step_inputs_of,
     step_outputs_of,
 )
-from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.backends.tensorrt.plan_stream import read_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.core.dtype import tensorrt_dtype
@@ -43,7 +42,7 @@ def require_gpu() -> None:
         )
 
 
-def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None) -> tuple[Any, tuple[Any, ...]]:
+def deserialize(plan: Path, *, plugin_library: Path) -> tuple[Any, tuple[Any, ...]]:
     """(the ICudaEngine, what must live as long as it).
 
     Raises:
@@ -51,8 +50,7 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
     """
     require_gpu()
     trt = load_tensorrt("tensorrt", error=EngineDirError)
-    if plugins == "plugin":
-        load_plugin_library(trt, plugin_library, error=EngineDirError)
+    load_plugin_library(trt, plugin_library, error=EngineDirError)
     logger = make_logger(trt)
     runtime = trt.Runtime(logger)
     engine = read_plan(trt, runtime, plan)

@@ -1,9 +1,9 @@
-"""A look at the collectives inside an engine while it is opened: does a rank's K/V depend on the other ranks?
+"""Checks an engine's collectives while it is opened: does a rank's K/V depend on the other ranks?
 
-A collective that silently does nothing leaves a rank with its own partial sums, and all ranks still agree on the
-logits that they gather. So each rank in turn runs the same tokens twice, while the other ranks run the same and then
-others: its K/V of every layer after the first, or what a recurrent layer keeps of its inputs, must change. What the
-sums should be is not known here.
+A collective that silently does nothing leaves a rank with its own partial sums, and all ranks still agree on the logits
+that they gather. So each rank in turn runs the same tokens twice, while the other ranks run the same and then others:
+its K/V of every layer after the first, or a recurrent layer's stored inputs, must change. The correct sums are not
+known here.
 """
 
 import torch
@@ -18,10 +18,10 @@ _TOKENS, _OTHER_TOKENS = (1, 2, 1), (2, 1, 2)
 
 
 def check_exchange(executor: PagedExecutor, *, rank: int, num_ranks: int) -> None:
-    """Run it on all ranks at once, on executors that serve nobody, and zero their pages.
+    """Run the check on all ranks at once, on idle executors, and zero their pages.
 
     Raises:
-        EngineDirError: a state that no other rank has a part in.
+        EngineDirError: a state that no other rank contributes to.
     """
     alike, unchanged = _written(executor, _TOKENS), list[str]()
     for alone in range(num_ranks):

@@ -1,4 +1,4 @@
-"""The TensorRT executor: the step as one engine call, behind the same protocol as the torch executor.
+"""The TensorRT executor: the step as one engine call, with the same protocol as the torch executor.
 
 Knows shapes, memory and graphs; the engine knows the network. Imports TensorRT, and touches the GPU, in `open`.
 """
@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.graphs import Capture, CudaCapture, GraphCache
-from dflash_trt.backends.padding import (
-    StepShape,
-    full_block_shape,
-    full_block_shapes,
-    prefill_kernel_shapes,
-    verify_block_shape,
-)
+from dflash_trt.backends.padding import StepShape, full_block_shapes, prefill_kernel_shapes, verify_block_shape
 from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
@@ -66,7 +60,7 @@ class TensorRTExecutor:
         self.limits = limits
         self.page_plan: PagePlan  # set by `open`, which knows the memory
         self._owners: tuple[Any, ...] = ()  # the engine, and what must outlive it
-        self._communicator: Communicator | None = None  # of several ranks
+        self._communicator: Communicator | None = None  # for several ranks
         self._spec = spec
         self._stream = stream
         self._contexts = contexts
@@ -91,11 +85,10 @@ class TensorRTExecutor:
         draft_lens: Sequence[int] | None = None,
         plugin_library: Path | None = None,
     ) -> TensorRTExecutor:
-        """One rank of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
+        """Open one rank of an engine directory, on the current GPU. Without `use_drafter` it does not draft.
 
-        Verify blocks of every K in `draft_lens` are captured ahead; None: of the engine's largest. Contexts, with
-        their activations, take memory before the pages do.
-        `plugin_library` defaults to the directory's own.
+        Verify blocks of every K in `draft_lens` are captured ahead; None means only the engine's largest K. Contexts,
+        with their activations, take memory before the pages do. `plugin_library` defaults to the directory's own.
 
         Raises:
             CapacityError: see `plan_engine_pages`, or no room for the contexts.
@@ -109,11 +102,11 @@ class TensorRTExecutor:
         from dflash_trt.backends.tensorrt.exchange_check import check_exchange
         from dflash_trt.backends.tensorrt.module import load_tensorrt
 
-        record, library = check_identity(engine_dir, plugin_library=plugin_library)
+        library = check_identity(engine_dir, plugin_library=plugin_library)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
         spec = spec_of(engine_dir, rank)
-        engine, owners = deserialize(plan_path(engine_dir, rank), plugins=record.plugins, plugin_library=library)
+        engine, owners = deserialize(plan_path(engine_dir, rank), plugin_library=library)
         check_engine_io(engine, spec)
         device, stream = _gpu()
         communicator = _communicator(ranks, rank, device, stream)
@@ -124,7 +117,7 @@ class TensorRTExecutor:
         strategy = load_tensorrt("tensorrt").ExecutionContextAllocationStrategy.USER_MANAGED
         captured = captured_shapes(spec, limits, lens)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
-        pages = _page_plan(engine_dir, spec, config, ranks)  # of what the contexts leave
+        pages = _page_plan(engine_dir, spec, config, ranks)  # from the memory that the contexts leave
         limits = replace(limits, num_pages=pages.num_pages, page_windows=pages.page_windows)
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
@@ -155,28 +148,27 @@ class TensorRTExecutor:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StagedStep:
-        """Put one step on the stream. Shapes and limits are the caller's duty, so a violation is a bug and asserted.
+        """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted.
 
-        An engine with a drafter drafts a token at least, whether or not it was asked for.
+        An engine with a drafter always drafts at least one token.
         """
         check_plan(plan, self.limits)
         given = self._with_drafts(plan)
-        shape = (full_block_shape if self.state.is_moving else verify_block_shape)(given, self.limits)
+        shape = verify_block_shape(given, self.limits)
         self._buffers.staging.stage(given, shape)
         with self._on_stream():
             started = new_timer(self._buffers.device)
             self._buffers.staging.upload()
             self.graphs.run(shape, partial(self._enqueue, shape))
-            self.state.finish_step()
             result = self._buffers.results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
         return StagedStep(result, started)
 
     def close(self) -> None:
-        """Give engine, contexts and pages back to the device at once, whoever still holds the executor.
+        """Free engine, contexts and pages on the device at once, even if the executor is still referenced.
 
-        Closing again does nothing.
+        Idempotent.
         """
         if "graphs" not in vars(self):
             return
@@ -191,7 +183,7 @@ class TensorRTExecutor:
             torch.cuda.empty_cache()
 
     def pages(self) -> dict[str, Tensor]:
-        """The pages as they are now, by state name; of plain layers with a scratch page at the end."""
+        """The pages as they are now, by state name."""
         return dict(self.state.pages)
 
     def inspect(self, trt: Any) -> str:
@@ -211,9 +203,7 @@ class TensorRTExecutor:
         """The launches of a step; what a CUDA graph holds."""
         context = self._contexts.of(shape)
         self._buffers.assemble(shape)
-        if self.state.is_moving:
-            context.bind(self.state.tensors)
-        context.enqueue(self._buffers.shapes(shape) | self.state.shapes)
+        context.enqueue(self._buffers.shapes(shape))
         self._buffers.store(shape)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -227,13 +217,11 @@ def engine_limits(spec: StepNetworkSpec, limits: ExecutorLimits) -> ExecutorLimi
     """
     most = spec.max_draft_len if spec.has_drafts else 0
     max_seq_len = limits.max_positions - most
-    return replace(limits, max_draft_len=most, num_choices=spec.num_choices, max_seq_len=max_seq_len)
+    return replace(limits, max_draft_len=most, draft_topk=spec.draft_topk, max_seq_len=max_seq_len)
 
 
 def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
-    """Verify blocks of every bucket and of every K that the engine may run with, where pages stay where they are."""
-    if spec.plugins == "layers":
-        return []
+    """Verify blocks of every bucket and every K that the engine may run with."""
     most = engine_limits(spec, limits).max_draft_len
     least = min(1, most)  # K = 0 runs as 1
     lens = {min(max(length, least), most) for length in (*draft_lens, 0)}
@@ -262,7 +250,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         max_seq_len=build.max_seq_len,
         max_num_tokens=build.max_num_tokens,
         max_draft_len=spec.max_draft_len if config.use_drafter else 0,
-        num_choices=spec.num_choices if config.use_drafter else 0,
+        draft_topk=spec.draft_topk if config.use_drafter else 0,
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
@@ -271,7 +259,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
 
 
 def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConfig, ranks: RankGroup) -> PagePlan:
-    """Of this GPU's free memory, and no more pages than any other rank has."""
+    """Pages for this GPU's free memory, and no more than any other rank has."""
     pages = plan_engine_pages(
         engine_dir.manifest,
         # The engine has the drafter's pages in any case, and no snapshots.
@@ -279,6 +267,5 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
         default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
         has_groups=bool(spec.page_windows),
-        num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
     )
     return pages.agreed(ranks.smallest)

@@ -1,7 +1,7 @@
-"""The constants and fields of an `Experts` node: weights as bytes, whatever their format, and scales prepared once.
+"""Constants and fields of an `Experts` node: weights as bytes in any format, and prepared scales.
 
-Bytes are INT8 constants: TensorRT has none of UINT8, allows FP4 and FP8 tensors few uses, and converts INT8 nowhere.
-The kernels are those of the GPU backend, and so is the preparation (`backends/cuda/packed.py`).
+Bytes are INT8 constants: TensorRT has no UINT8 constants, allows FP4 and FP8 tensors few uses, and converts INT8
+nowhere. Kernels and preparation are the GPU backend's (`backends/cuda/packed.py`).
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ def experts_node(
 
 
 def _inputs(layers: Layers, linear: Linear[HostTensor], matrix: PackedMatrix, of_f: ITensor) -> dict[str, ITensor]:
-    """What a format lacks has one element, which is not read."""
+    """Inputs that a format lacks have one element, which is not read."""
     name = linear.name
     return {
         "codes": _bytes(layers, name, linear, matrix.codes),
@@ -93,7 +93,7 @@ def _hosted(name: str, linear: Linear[HostTensor], tensor: Tensor) -> HostTensor
 
 
 def _viewed_experts(experts: StackedExperts[HostTensor]) -> StackedExperts[Tensor]:
-    """What the kernels read of them."""
+    """The tensors of the experts that the kernels read."""
     scales = experts.expert_scales
     return StackedExperts(
         router=Linear(weight=torch.empty(0)),  # a linear of its own

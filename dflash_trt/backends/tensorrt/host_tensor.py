@@ -1,7 +1,6 @@
-"""A weight before any backend has seen it: where it lies in host memory, of which dtype and shape.
+"""A weight before any backend has read it: its place in host memory, its dtype and shape.
 
-Neither torch nor TensorRT is needed here. Nothing is copied: `owner` keeps the memory alive, and whoever holds the
-HostTensor holds the memory.
+Neither torch nor TensorRT is needed here. Nothing is copied: `owner` keeps the memory alive, so the HostTensor does.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ from dflash_trt.core.dtype import DType, num_bytes_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTensor:
-    """Contiguous, C order, `address` in bytes. `name` is the canonical name, for error messages and layer names."""
+    """Contiguous, in C order, at byte `address`. `name` is the canonical name, for errors and layer names."""
 
     name: str
     dtype: DType
@@ -38,11 +37,6 @@ class HostTensor:
             shape=(stop - start, *self.shape[1:]),
             address=self.address + start * row_bytes,
         )
-
-    def reshaped(self, *shape: int) -> "HostTensor":
-        """The same elements in another shape, in the same memory."""
-        assert math.prod(shape) == self.num_elements, f"{self.name}: {self.shape} is not {shape}"
-        return replace(self, shape=shape)
 
     def floats(self) -> tuple[float, ...]:
         """The values of a small float32 tensor, such as the scales of a quantized weight."""

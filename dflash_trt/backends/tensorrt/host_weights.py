@@ -1,4 +1,4 @@
-"""Weights as the host tensors that a TensorRT network takes: files, torch tensors or nothing at all, never a copy."""
+"""Weights as host tensors for a TensorRT network: from files, torch tensors or nothing, never copied."""
 
 import mmap
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def num_rope_positions(max_seq_len: int, max_draft_len: int) -> int:
 
 
 def blank_tensors(headers: AbcMapping[str, TensorHeader]) -> dict[str, HostTensor]:
-    """Zeros that cost address space alone: pages that nobody may write. Scales are 1, so that nothing divides by 0."""
+    """Zeros that use address space only: read-only pages. Scales are 1, so that nothing divides by 0."""
     starts, end = {}, 0
     for name, header in headers.items():
         starts[name] = end
@@ -68,8 +68,10 @@ def blank_tensors(headers: AbcMapping[str, TensorHeader]) -> dict[str, HostTenso
 
 @contextmanager
 def mapped_tensors(path: Path, headers: AbcMapping[str, TensorHeader]) -> Iterator[dict[str, HostTensor]]:
-    """The tensors of a file of `write_tensor_file`, mapped. TensorRT copies them once; what it has read is given back
-    to the system over and over, so that a build holds the weights once.
+    """The tensors of a file of `write_tensor_file`, mapped.
+
+    TensorRT copies them once; pages that it has read are repeatedly returned to the system, so a build holds the
+    weights once.
     """
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -77,7 +79,7 @@ def mapped_tensors(path: Path, headers: AbcMapping[str, TensorHeader]) -> Iterat
 
     def give_back() -> None:
         while not is_done.wait(_GIVE_BACK_S):
-            mapping.madvise(mmap.MADV_DONTNEED)  # clean pages of a file: whoever reads them again gets them again
+            mapping.madvise(mmap.MADV_DONTNEED)  # clean pages of a file: they are read again on demand
 
     thread = Thread(target=give_back, daemon=True, name="mapped weights")
     thread.start()

@@ -1,8 +1,8 @@
-"""The engine inspector's account of quantized linear layers: whether TensorRT multiplies their codes, or wide copies.
+"""The engine inspector's view of quantized linear layers: does TensorRT multiply codes or wide copies?
 
 Pure over the inspector's JSON (`EngineInspector.get_engine_information`, of an engine with detailed verbosity). NVIDIA
-documents its form by example only: a GEMM has a type, input types and the name of its kernel, in which the operands'
-types stand. The metadata of a layer names the network's layers that it was made of.
+documents its form by example only: a GEMM has a type, input types and the name of its kernel, which contains the
+operands' types. The metadata of a layer names the network's layers that it was made of.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""TensorRT's `add_*` calls, each wrapped: small names, shape arithmetic, and an error where TensorRT only logs.
+"""TensorRT's `add_*` calls, wrapped: short names, shape arithmetic, errors where TensorRT only logs.
 
-Knows `INetworkDefinition` and nothing of language models. Handles are ITensors of the module it was given
-(`tensorrt` or `tensorrt_rtx`), or HostTensors, which become constants when first used.
+Knows `INetworkDefinition` and nothing of language models. Handles are ITensors of the module it was given (`tensorrt`
+or `tensorrt_rtx`), or HostTensors, which become constants when first used.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Layers:
         self._logger = logger
         self._constants: dict[tuple[int, str, tuple[int, ...]], ITensor] = {}
         self._small: dict[tuple[str, tuple[float, ...], tuple[int, ...]], ITensor] = {}
-        self.constant_owners: list[HostTensor] = []  # what TensorRT reads when it builds
+        self.constant_owners: list[HostTensor] = []  # memory that TensorRT reads when it builds
 
     # -- inputs, outputs, constants
 
@@ -121,10 +121,6 @@ class Layers:
             layer.axis = axis
         return self._output(layer, "add_dequantize", 0)
 
-    def quantize_fp8(self, x: ITensor) -> ITensor:
-        """To FP8 without a scale: rounded to nearest even, saturating."""
-        return self._add("add_quantize", x, self.floats([1.0]), self.trt.DataType.FP8)
-
     def dequantize_fp8(self, codes: ITensor) -> ITensor:
         """The float32 values of FP8 codes."""
         return self.dequantize(codes, self.floats([1.0]), self.trt.DataType.FLOAT)
@@ -151,11 +147,6 @@ class Layers:
         """
         layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis, self.trt.DataType.INT64)
         return self._output(layer, "add_topk", 0), self.cast(self._output(layer, "add_topk", 1), "int32")
-
-    def softmax(self, x: ITensor, axis: int) -> ITensor:
-        layer = self._layer("add_softmax", x)
-        layer.axes = 1 << axis
-        return self._output(layer, "add_softmax", 0)
 
     def matmul(self, a: ITensor, b: ITensor, *, is_b_transposed: bool = False) -> ITensor:
         none, transpose = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
@@ -217,7 +208,7 @@ class Layers:
         return self._output(layer, "add_fill", 0)
 
     def broadcast(self, x: ITensor, dims: Sequence[Dim]) -> ITensor:
-        """Repeat the axes of size 1; other sizes must be those of x already."""
+        """Repeat the axes of size 1; other sizes must already equal x's."""
         strides = tuple(0 if size == 1 else 1 for size in x.shape)
         zeros = (0,) * len(strides)
         if all(isinstance(dim, int) for dim in dims):
@@ -226,31 +217,17 @@ class Layers:
         layer.set_input(2, self._shape_tensor(dims))
         return self._output(layer, "add_slice", 0)
 
-    # -- gather and scatter
+    # -- gather
 
     def gather(self, x: ITensor, indices: ITensor, axis: int = 0) -> ITensor:
         """numpy.take: `indices`, of any rank, replace `axis`."""
         return self._add("add_gather", x, indices, axis)
-
-    def gather_nd(self, x: ITensor, indices: ITensor) -> ITensor:
-        """`indices` int32 [N, k] address the first k axes: [N, *x.shape[k:]]."""
-        return self._add("add_gather_v2", x, indices, self.trt.GatherMode.ND)
 
     def gather_elements(self, x: ITensor, indices: ITensor, axis: int) -> ITensor:
         """numpy.take_along_axis."""
         layer = self._layer("add_gather_v2", x, indices, self.trt.GatherMode.ELEMENT)
         layer.axis = axis
         return self._output(layer, "add_gather_v2", 0)
-
-    def scatter_elements(self, x: ITensor, indices: ITensor, updates: ITensor, axis: int) -> ITensor:
-        """numpy.put_along_axis, of a copy. Indices of one row must differ: TensorRT does not say which update wins."""
-        layer = self._layer("add_scatter", x, indices, updates, self.trt.ScatterMode.ELEMENT)
-        layer.axis = axis
-        return self._output(layer, "add_scatter", 0)
-
-    def scatter_nd(self, x: ITensor, indices: ITensor, updates: ITensor) -> ITensor:
-        """x with the rows that `indices` int32 [N, k] address replaced by `updates` [N, *x.shape[k:]]."""
-        return self._add("add_scatter", x, indices, updates, self.trt.ScatterMode.ND)
 
     # -- the doors themselves
 

@@ -1,4 +1,4 @@
-"""The only module that imports TensorRT: `tensorrt` to run engines, `tensorrt_rtx` for checks without a GPU.
+"""The only module that imports TensorRT: `tensorrt` to run engines, `tensorrt_rtx` to check on a CPU.
 
 Both have the same network API, so all other modules take the module as an argument.
 """

@@ -1,23 +1,21 @@
 """The TensorRT backend of the op façade: emits `INetworkDefinition` layers, strongly typed.
 
 One `TrtOps` lives for one network definition. Weights are HostTensors and become constants when an op first uses
-them. Attention and sampling are plugin nodes, which write pages where they are, or plain layers, for which pages are
-values: the written ones become outputs.
+them. Attention, recurrence, experts and sampling are plugin nodes (`plugins`), which write pages where they are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Final
 
-from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
-from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.latent_ops import LatentOps
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_latents import LatentOps
+from dflash_trt.backends.tensorrt.plugins import PluginLowering
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
-from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa, QueryTemperature
@@ -37,8 +35,11 @@ from dflash_trt.network.ops import (
 )
 from dflash_trt.network.state import Cache, RecurrentCache
 
-PluginMode = Literal["plugin", "layers"]
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
+
+
+_GELU_CUBE: Final = 0.044715
+_GELU_SCALE: Final = (2 / math.pi) ** 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,15 @@ class _Store:
 
 
 class TrtOps(DrafterOps, LatentOps):
-    """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
+    """Implements `Ops[Handle]` for one network. K comes from `logit_rows`, so it serves every K >= 1."""
 
     def __init__(
         self,
         layers: Layers,
-        lowering: StatefulLowering,
+        lowering: PluginLowering,
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
-        collectives: Collectives | None = None,  # None: one rank
+        collectives: Collectives | None = None,  # None for one rank
         *,
         max_draft_len: int = 0,
     ) -> None:
@@ -83,12 +84,15 @@ class TrtOps(DrafterOps, LatentOps):
             return out
         return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
 
-    def rms_norm(self, x: ITensor, weight: Handle | None, eps: float) -> ITensor:
+    def rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
         return self._normed(x, self._mean_square(x), weight, eps)
+
+    def unweighted_rms_norm(self, x: ITensor, eps: float) -> ITensor:
+        return self._normed(x, self._mean_square(x), None, eps)
 
     def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
         mean_square = self._mean_square(x)
-        if self._collectives is not None:  # of features that the ranks share evenly
+        if self._collectives is not None:  # over features that the ranks share evenly
             total = self._collectives.all_reduce(mean_square)
             mean_square = self._layers.binary("DIV", total, float(self._collectives.num_ranks))
         return self._normed(x, mean_square, weight, eps)
@@ -132,7 +136,7 @@ class TrtOps(DrafterOps, LatentOps):
         layers = self._layers
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half))
-        activated = trt_experts.gelu_tanh(layers, layers.cast(gate, "float32"))
+        activated = _gelu_tanh(layers, layers.cast(gate, "float32"))
         return layers.binary("PROD", layers.cast_like(activated, gate), up)
 
     def softcap(self, x: ITensor, cap: float) -> ITensor:
@@ -182,7 +186,12 @@ class TrtOps(DrafterOps, LatentOps):
         return self._lowering.experts(x, logits, experts, moe)
 
     def tempered(self, q: ITensor, rows: Rows[ITensor], temperature: QueryTemperature) -> ITensor:
-        return trt_attention.tempered(self._layers, q, rows.positions, temperature)
+        layers = self._layers
+        intervals = layers.binary("DIV", layers.binary("SUM", rows.positions, 1), temperature.interval)
+        growth = layers.unary("LOG", layers.binary("SUM", layers.cast(intervals, "float32"), 1.0))
+        factors = layers.binary("SUM", layers.binary("PROD", growth, temperature.scale), 1.0)
+        by_row = layers.reshape(factors, (-1, 1, 1))
+        return layers.cast_like(layers.binary("PROD", layers.cast(q, "float32"), by_row), q)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs
@@ -210,9 +219,7 @@ class TrtOps(DrafterOps, LatentOps):
         assert sinks is None and k is not None and v is not None, "drafters have none of those"
         store = self._stores.pop(cache.spec.name, None)
         context = None if store is None else store.kv
-        return self._lowering.attend_draft(
-            context, q, (k, v), cache, rows.context_lens, gqa, block_width=self.block_width
-        )
+        return self._lowering.attend_draft(context, q, (k, v), cache, rows.context_lens, gqa)
 
     def gated_delta(
         self,
@@ -235,7 +242,7 @@ class TrtOps(DrafterOps, LatentOps):
             self._stores[layer.cache.spec.name] = _Store(pair, limits, layer.cache)
 
     def state_outputs(self) -> Mapping[str, ITensor]:
-        """Outputs of the lowering, after what no attention has stored along the way is stored."""
+        """Outputs besides the step's, after what no attention has stored along the way is stored."""
         for store in self._stores.values():
             self._lowering.write_draft_context(store.kv, store.cache, store.limits)
         self._stores.clear()
@@ -270,3 +277,11 @@ class TrtOps(DrafterOps, LatentOps):
         rows = layers.dim(logits, 0)
         by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
+
+
+def _gelu_tanh(layers: Layers, x: ITensor) -> ITensor:
+    """GELU in its approximation with tanh."""
+    cube = layers.binary("PROD", x, layers.binary("PROD", x, x))
+    inner = layers.binary("SUM", x, layers.binary("PROD", cube, _GELU_CUBE))
+    weight = layers.binary("SUM", layers.tanh(layers.binary("PROD", inner, _GELU_SCALE)), 1.0)
+    return layers.binary("PROD", layers.binary("PROD", x, 0.5), weight)

@@ -1,4 +1,4 @@
-"""Plans as streams: TensorRT writes a plan piece by piece while it serializes, and reads it so when it deserializes.
+"""Plans as streams: TensorRT writes a plan while it serializes, and reads it while it deserializes.
 
 The module in use is asked for its streams; one without them gets the whole plan at once. TensorRT prints an exception
 of a stream and goes on, so a stream keeps its first one, which is raised when TensorRT has returned.
@@ -40,7 +40,7 @@ def write_plan(trt: Any, builder: Any, network: Any, config: Any, sink: ByteSink
 
 
 def read_plan(trt: Any, runtime: Any, path: Path) -> Any:
-    """The deserialized engine, or None if TensorRT refuses it. Where there are no streams, the file is mapped.
+    """The deserialized engine, or None if TensorRT refuses it. Without streams the file is mapped.
 
     Raises:
         OSError: the file cannot be read.

@@ -4,12 +4,12 @@ import hashlib
 from pathlib import Path
 from typing import Any, Final
 
-from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, missing_plugins
+from dflash_trt.backends.tensorrt.plugins import missing_plugins
 from dflash_trt.core.errors import BuildError, DFlashError, problem
+from dflash_trt.kernels.programs import NAMESPACE
 
 LIBRARY_HINT: Final = (
-    "Build it with scripts/build_plugin of a source checkout and pass --plugin-library, or build with --plugins layers "
-    "(slow)."
+    "Build it with scripts/build_plugin of a source checkout and pass --plugin-library, or build with --backend torch."
 )
 _loaded: dict[str, str] = {}  # by TensorRT module, whose registry is the process's own: SHA-256 of the library
 
@@ -31,7 +31,7 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
         raise error(
             problem(
                 f"plugin library {path or '(none given)'}",
-                expected=f"the plugins of namespace {PLUGIN_NAMESPACE}",
+                expected=f"the plugins of namespace {NAMESPACE}",
                 found=f"none named {', '.join(missing)}",
                 hint=LIBRARY_HINT,
             )

@@ -1,17 +1,14 @@
-"""Linear layers over quantized weights: quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
+"""Linear layers over quantized weights: Q/DQ patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
 
-The formats and their arithmetic are defined in `formats/`. Stacked linears whose activations share one scale
-become one GEMM; otherwise each segment has its own quantization of the same input. Experts divide activations by the
-scale of each expert before these are rounded, since a quantization of TensorRT has one scale for all of them.
+The formats and their arithmetic are defined in `formats/`. Stacked linears whose activations share one scale become one
+GEMM; otherwise each segment has its own quantization of the same input.
 """
 
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Final
 
-import numpy as np
-
-from dflash_trt.backends.tensorrt.dequantization import DEQUANTIZE, dequantized, scalar_constant
+from dflash_trt.backends.tensorrt.dequantization import DEQUANTIZE, scalar_constant
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.inspection import linear_mark
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
@@ -44,29 +41,9 @@ def _scalar_columns(weight: QuantizedWeight[HostTensor]) -> list[tuple[float, ..
     return [*columns, weight.weight_scale.floats()] if isinstance(weight, Nvfp4Weight) else columns
 
 
-def quantized_experts(
-    layers: Layers,
-    x: ITensor,  # [E, N, in], or [1, N, in] for all experts
-    weight: QuantizedWeight[HostTensor],  # [E, out, in]
-) -> ITensor:  # [E, N, out] in x's dtype, without bias
-    wide = dequantized(layers, weight, x)
-    if weight.input_scale is None:
-        return layers.matmul(x, wide, is_b_transposed=True)
-    scales = np.array(weight.input_scale.floats(), np.float32).reshape(weight.input_scale.shape)
-    parts, start = [], 0
-    for scale, run in groupby(zip(scales.T.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]):
-        stop = start + sum(rows for _, rows in run)
-        by_expert = layers.floats(scale, (len(scale), 1, 1))
-        rounded = ROUNDED[type(weight)](layers, layers.binary("DIV", layers.cast(x, "float32"), by_expert))
-        quantized = layers.cast_like(layers.binary("PROD", rounded, by_expert), x)
-        rows = layers.slice(wide, 1, start, stop - start)
-        parts.append(layers.matmul(quantized, rows, is_b_transposed=True))
-        start = stop
-    return layers.concat(parts, 2)
-
-
 def _weight_only(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
-    return _gemm(layers, x, dequantized(layers, weight, x), weight.tensors()["codes"].name)
+    matrix = DEQUANTIZE[type(weight)](layers, weight, x)
+    return _gemm(layers, x, matrix, weight.tensors()["codes"].name)
 
 
 def _fp8(layers: Layers, x: ITensor, weight: Fp8Weight[HostTensor]) -> ITensor:
@@ -81,17 +58,12 @@ def _fp8(layers: Layers, x: ITensor, weight: Fp8Weight[HostTensor]) -> ITensor:
 def _nvfp4(layers: Layers, x: ITensor, weight: Nvfp4Weight[HostTensor]) -> ITensor:
     """Dynamic block scales under a static global scale for x."""
     if weight.input_scale is not None:
-        x = _nvfp4_activation(layers, x, scalar_constant(layers, weight.input_scale))
+        trt, global_scale = layers.trt, scalar_constant(layers, weight.input_scale)
+        quantize = layers.add_layer("add_dynamic_quantize", x, 1, BLOCK_SIZE, trt.DataType.FP4, trt.DataType.FP8)
+        quantize.set_input(1, global_scale)
+        codes, scales = layers.output_of(quantize, 0), layers.output_of(quantize, 1)
+        x = layers.dequantize(codes, layers.dequantize(scales, global_scale, x.dtype), x.dtype, axis=1)
     return _weight_only(layers, x, weight)
-
-
-def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITensor:
-    trt = layers.trt
-    axis = len(x.shape) - 1
-    quantize = layers.add_layer("add_dynamic_quantize", x, axis, BLOCK_SIZE, trt.DataType.FP4, trt.DataType.FP8)
-    quantize.set_input(1, global_scale)
-    codes, scales = layers.output_of(quantize, 0), layers.output_of(quantize, 1)
-    return layers.dequantize(codes, layers.dequantize(scales, global_scale, x.dtype), x.dtype, axis=axis)
 
 
 def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
@@ -102,22 +74,9 @@ def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
     return layers.output_of(layer)
 
 
-def _fp8_rounded(layers: Layers, x: ITensor) -> ITensor:
-    return layers.dequantize_fp8(layers.quantize_fp8(x))
-
-
-def _nvfp4_rounded(layers: Layers, x: ITensor) -> ITensor:
-    return _nvfp4_activation(layers, x, layers.floats([1.0]))
-
-
 # By class of weight; the formats of others are refused.
 GEMMS: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor, Any], ITensor]]] = {
     **dict.fromkeys(DEQUANTIZE, _weight_only),
     Fp8Weight: _fp8,
     Nvfp4Weight: _nvfp4,
-}
-# By class of weight whose format has an input scale: float32 activations, divided by it, as the format rounds them.
-ROUNDED: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor], ITensor]]] = {
-    Fp8Weight: _fp8_rounded,
-    Nvfp4Weight: _nvfp4_rounded,
 }

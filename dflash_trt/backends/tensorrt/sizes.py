@@ -13,7 +13,7 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """Bytes of each rank. `plan_bytes` are the constants of the plan, without kernels and the description of layers."""
+    """Bytes per rank. `plan_bytes` counts the plan's constants, without kernels and layer descriptions."""
 
     weights_bytes: int
     plan_bytes: int
@@ -22,7 +22,7 @@ class RankSizes:
 
 
 def rank_sizes(config: PretrainedConfig, limits: EngineLimits) -> RankSizes:
-    """Sizes of every rank. Slices of a weight are constants of their own: those of `draft.kv`, and of a tied head."""
+    """Sizes of every rank. Slices of a weight (`draft.kv`, a tied head's) are constants of their own."""
     weights = {name: header.num_bytes for name, header in tensor_headers(config).items()}
     total = sum(weights.values())
     sliced = sum(size for name, size in weights.items() if name.startswith("draft.kv"))

@@ -1,4 +1,4 @@
-"""Conversion of an engine directory's config to the spec of the step network; refuses features without a lowering."""
+"""Converts an engine directory's config to a step network spec; refuses features without a lowering."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,6 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
         dtype=config.dtype,
         page_size=limits.page_size,
         max_draft_len=limits.max_draft_len if config.draft else 0,
-        max_num_tokens=limits.max_num_tokens,
         page_windows=config.states().windows(limits.max_seq_len + limits.max_draft_len),
         mapping=config.mapping,
         quantization=config.quantization,

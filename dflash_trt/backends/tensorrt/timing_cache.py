@@ -1,4 +1,4 @@
-"""TensorRT's timing cache, kept in a file between builds. A cache of another GPU or version is replaced, not used."""
+"""TensorRT's timing cache, in a file between builds. Caches of another GPU or version are replaced."""
 
 import os
 import secrets

@@ -1,1 +1,1 @@
-"""The backend of TensorRT-LLM: what it can load, and the arguments that it is opened with. Imports nothing of it."""
+"""The TensorRT-LLM backend: its limits, and the arguments to open it. Imports nothing of it."""

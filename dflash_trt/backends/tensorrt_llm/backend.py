@@ -1,4 +1,4 @@
-"""The TensorRT-LLM backend: checks what it could not load. It runs requests, not steps: `serving/tensorrt_llm`."""
+"""The TensorRT-LLM backend: checks what it could not load. It runs requests: `serving/tensorrt_llm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints of TensorRT-LLM's DFlash, which it does not report itself: a drafter that breaks one drafts badly.
+"""Unreported constraints of TensorRT-LLM's DFlash: a drafter that violates one drafts badly.
 
 Sources: `_torch/models/modeling_dflash.py`, `_torch/speculative/dflash.py` and `llmapi/llm_args.py` of TensorRT-LLM
 1.4.0rc1.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineLimits
 
-FORMATS: Final = ("fp8", "fp8_block", "mxfp4", "nvfp4")  # of checkpoints
+FORMATS: Final = ("fp8", "fp8_block", "mxfp4", "nvfp4")  # formats of checkpoints
 OUR_FORMATS: Final = ("fp8", "nvfp4")  # that a build writes; the others are passed on as published
 _PARTS: Final = ("mixer", "feed_forward", "mask")
 _OTHER = "Use another drafter, or build with --backend torch or tensorrt."
@@ -135,7 +135,7 @@ def config_problems(config: BuildConfig) -> Iterator[str]:
         yield problem("dtype", expected=expected, found="float32", hint=hint)
     if config.page_size & (config.page_size - 1):
         yield problem("page_size", expected="a power of two", found=str(config.page_size), hint="32 is the default.")
-    for name in ("plugins", "plugin_library", "collectives"):
+    for name in ("plugin_library", "collectives"):
         if getattr(config, name) != type(config).model_fields[name].default:
             found, hint = repr(getattr(config, name)), "Leave it out: it is for backend tensorrt."
             yield problem(name, expected="nothing with backend tensorrt_llm", found=found, hint=hint)

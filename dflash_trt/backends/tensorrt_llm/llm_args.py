@@ -1,13 +1,12 @@
 """Arguments of tensorrt_llm.LLM for an engine.
 
-Names, types and literals are those of TensorRT-LLM 1.4.0rc1: `tests/data/tensorrt_llm_1.4.0rc1.json` has them, with
-their sources.
+Names, types and literals are from TensorRT-LLM 1.4.0rc1: `tests/data/tensorrt_llm_1.4.0rc1.json` has them, with their
+sources.
 """
 
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_llm_record import DRAFTER_DIR, TARGET_DIR
 
@@ -39,7 +38,7 @@ def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
         },
         "cuda_graph_config": {"batch_sizes": list(_graph_sizes(limits.max_batch_size)), "enable_padding": True},
     }
-    if any(isinstance(layer.feed_forward, Moe) for layer in config.target.layers):
+    if config.target.moes:
         args["moe_expert_parallel_size"] = config.mapping.ep_size
         args["moe_tensor_parallel_size"] = config.mapping.moe_tp_size
     if config.draft is not None:

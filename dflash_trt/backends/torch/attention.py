@@ -66,7 +66,7 @@ def attend_blocks(
     mask: AttentionMask,
     scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
-    """See `Ops.attend`, for rows whose K/V live for this call only: over committed pages and the block itself."""
+    """`Ops.attend` for rows whose K/V live for this call only: over committed pages and the block itself."""
     num_requests, width = plan.group.positions.shape
     num_heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]

@@ -18,14 +18,15 @@ _MAX_KEYS_PER_CALL = 2048  # with padding
 
 @dataclass(kw_only=True, slots=True)
 class QueryGroup:
-    """G requests attended in one call, Q query rows each, over S key positions, which start at 0 or `first_keys`."""
+    """G requests attended in one call, Q query rows each, over S keys, from position 0 or `first_keys` on."""
 
-    rows: Tensor | None  # int64 [G*Q] of the step's tokens, a short request's last repeated; None: all, in order
+    # int64 [G*Q] of the step's tokens, a short request's last one repeated; None means all, in order
+    rows: Tensor | None
     positions: Tensor  # int64 [G, Q]
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    first_keys: Tensor | None = None  # int64 [G]; None: 0
+    first_keys: Tensor | None = None  # int64 [G]; None means 0
     biases: dict[tuple[int | bool | None, ...], Tensor | None] = field(default_factory=dict)
     gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
 
@@ -38,9 +39,9 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Where a group's pages are copied to, the same for all layers whose pages have one shape."""
+    """Gather destination of a group's pages, the same for all layers whose pages have one shape."""
 
-    rows: Tensor  # int64 [2 * G * P] of the pool's [(page, k or v), ...]: those of K, then those of V
+    rows: Tensor  # int64 [2 * G * P] of the pool's [(page, k or v), ...]: first K, then V
     into: Tensor  # [2 * G * P, page_size * kv_heads * D]
     kv: tuple[Tensor, Tensor]  # views of it: [G, kv_heads, S, D]
     foreign: Tensor  # view of it: [2, G * P * page_size, kv_heads * D]
@@ -55,7 +56,7 @@ class PageSlots:
 
 
 class Scratch:
-    """Memory for gathered K/V, used by one call after the other: fresh memory for each costs more than the copy."""
+    """Memory for gathered K/V, reused by every call: fresh memory would cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -71,9 +72,9 @@ class Scratch:
 
 @dataclass(kw_only=True, slots=True)
 class AttentionPlan:
-    """Where the K/V of a step's tokens go and which requests attend together; positions are those in a request."""
+    """Destinations of the step's K/V, and the requests that attend together; positions count in a request."""
 
-    slots: PageSlots  # of all T tokens
+    slots: PageSlots  # for all T tokens
     groups: list[QueryGroup]
     request_of_row: Tensor  # int64 [T]
     scratch: Scratch = field(default_factory=Scratch)
@@ -86,7 +87,7 @@ class AttentionPlan:
 
 @dataclass(kw_only=True, slots=True)
 class BlockPlan:
-    """R blocks of S slots, each behind the first `context_lens` positions of its request's pages."""
+    """R blocks of S slots, each after the first `context_lens` positions of its request's pages."""
 
     group: QueryGroup
     context_lens: Tensor  # int64 [R]
@@ -99,10 +100,10 @@ def plan_attention(
     page_size: int,
     num_draft_tokens: int,
     has_fixed_shapes: bool = False,
-    page_table: Tensor | None = None,  # int32 [R, P], of a page group; None: there is one
+    page_table: Tensor | None = None,  # int32 [R, P], of a page group; None if there is one
     window: int | None = None,
 ) -> AttentionPlan:
-    """Work out the step's indices on the host. In a page group with a `window`, pages before it are not read.
+    """Compute the step's indices on the host. In a page group with a `window`, earlier pages are not read.
 
     With fixed shapes QUERY_ROWS rows attend as a request of their own, over a multiple of KEY_TILE keys.
     """
@@ -155,7 +156,7 @@ def plan_blocks(
 
 
 def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
-    """Requests to attend together: of similar length, because K/V are padded, and few, to stay in the CPU's cache."""
+    """Requests to attend together: of similar length, as K/V are padded, and few, to stay in the cache."""
     if len(requests) * max((ends[r] for r in requests), default=0) <= _MAX_KEYS_PER_CALL:
         return [requests] if requests else []
     batches: list[list[int]] = []
@@ -167,7 +168,7 @@ def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
 
 
 def _first_keys(context_lens: Tensor, window: int | None) -> Tensor:
-    """The first position that rows behind so many tokens read, int64 [R]."""
+    """The first position that rows after `context_lens` tokens read, int64 [R]."""
     return torch.zeros_like(context_lens) if window is None else (context_lens - window + 1).clamp(min=0)
 
 
@@ -195,7 +196,7 @@ def _in_window(
 def _fixed_groups(
     offsets: list[int], pages: Tensor, positions: Tensor, page_size: int, first_keys: Tensor
 ) -> list[QueryGroup]:
-    """Blocks of QUERY_ROWS rows of a request, in the place of requests. Keys start at 0, so that tiles are the same."""
+    """Blocks of QUERY_ROWS rows of a request, instead of requests. Keys start at 0, so tiles are the same."""
     starts = [(r, row) for r in range(len(pages)) for row in range(offsets[r], offsets[r + 1], QUERY_ROWS)]
     stops = [min(row + QUERY_ROWS, offsets[r + 1]) for r, row in starts]
     ends = [position + 1 for position in positions[torch.tensor(stops) - 1].tolist()]
@@ -230,7 +231,7 @@ def _group(
     num_keys: int | None = None,
     first_keys: Tensor | None = None,
 ) -> QueryGroup:
-    """`width` and `num_keys` (default: as many as needed) may be more. Keys before `first_keys` are foreign."""
+    """`width` and `num_keys` default to the needed numbers. Keys before `first_keys` are foreign."""
     width = width or max(offsets[r + 1] - offsets[r] for r in group)
     num_keys = num_keys or max(ends[r] for r in group)
     rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
@@ -251,7 +252,7 @@ def _foreign_rows(
     page_ids: Tensor,  # [G, P]
     num_keys: int,
     page_size: int,
-    starts: Tensor | None = None,  # int [G]; None: 0
+    starts: Tensor | None = None,  # int [G]; None means 0
 ) -> Tensor | None:
     """See QueryGroup: those before `starts` and from `ends` on."""
     positions = torch.arange(page_ids.shape[1] * page_size)

@@ -28,7 +28,7 @@ class DeterministicOps(TorchOps):
     """Implements `Ops[Tensor]` for one step."""
 
     has_fixed_shapes = True
-    _heights = BlockHeights()  # of the process
+    _heights = BlockHeights()  # shared by the process
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
         compute = partial(super().linear, linear=linear)
@@ -83,7 +83,7 @@ class DeterministicNativeOps(NativeOps, DeterministicOps):
 
 
 def _kind(linear: Linear[Tensor]) -> Hashable:
-    """What a GEMM library chooses its kernel by."""
+    """Properties of a linear layer that a GEMM library chooses its kernel by."""
     weight = linear.weight
     pieces = [piece.linear.weight for piece in weight.pieces] if isinstance(weight, DequantizedWeight) else [weight]
     layouts = tuple((piece.shape, piece.is_mkldnn) for piece in pieces if isinstance(piece, Tensor))

@@ -1,4 +1,4 @@
-"""The ops of DFlash2 in PyTorch: the convolution over a draft block, and the walk that selects its tokens."""
+"""DFlash2's ops in PyTorch: the convolution over a draft block, and the token selector."""
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def select_tokens(
 ) -> Proposal[Tensor]:
     """See `Ops.select_tokens`; fp32 from the logits on.
 
-    Of equal logits the smaller token is the likelier; of equal scores the likelier token is taken.
+    Among equal logits the smaller token counts as more likely; among equal scores the more likely token is taken.
     """
     num_requests = len(inputs.temperature)
     ids = most_likely(logits.float(), codebooks.top_k)
@@ -65,12 +65,14 @@ def walked(
     scores: Tensor,  # float32 [R, K, C], without noise
     inputs: StepInputs[Tensor],
 ) -> Proposal[Tensor]:
-    """What was drawn in a walk."""
+    """The selector's drafts as a proposal."""
     if not bool((inputs.draft_stream == DRAFTS).any()):
         return Proposal(tokens=tokens)
     degree = torch.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None, None]
-    chances = chances_of(scores, degree)
-    return Proposal(tokens=tokens, choices=candidates.flatten(1).int(), chances=chances.flatten(1))
+    draft_topk_probs = topk_probs_of(scores, degree)
+    return Proposal(
+        tokens=tokens, draft_topk_ids=candidates.flatten(1).int(), draft_topk_probs=draft_topk_probs.flatten(1)
+    )
 
 
 def draft_noise(
@@ -78,9 +80,9 @@ def draft_noise(
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
 ) -> Tensor | None:  # float32 [R, K, M]; None when no request samples
-    """What requests that sample add to the scores of their candidates: slot j, from 1 on, is at j behind the bonus.
+    """Noise on candidates' scores for sampled requests; slot j, from 1 on, is j positions after the bonus.
 
-    Of the stream that each request draws its drafts with.
+    Uses the stream that each request draws its drafts with.
     """
     rows = (inputs.temperature > 0).nonzero()[:, 0]
     if not len(rows):
@@ -95,14 +97,14 @@ def draft_noise(
     return noise
 
 
-def chances_of(scores: Tensor, temperature: Tensor) -> Tensor:  # float32 [..., C], and one that fits
+def topk_probs_of(scores: Tensor, temperature: Tensor) -> Tensor:  # float32 [..., C], and one that fits
     """The distribution that noise at the temperature draws from; 0 where the scores give none."""
-    chances = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
-    return torch.where(chances.isnan().any(dim=-1, keepdim=True), 0.0, chances)
+    draft_topk_probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    return torch.where(draft_topk_probs.isnan().any(dim=-1, keepdim=True), 0.0, draft_topk_probs)
 
 
 def most_likely(logits: Tensor, count: int) -> Tensor:  # float32 [N, V] -> int64 [N, count]
-    """Best first. A logit and its token are one integer, as torch.topk has no rule for ties; NaN is below all."""
+    """Best first. A logit and its token form one integer: torch.topk has no rule for ties. NaN is last."""
     bits = (logits.masked_fill(logits.isnan(), -torch.inf) + 0.0).view(torch.int32)  # the zeros are equal
     ordered = torch.where(bits < 0, bits ^ _MAX_INT32, bits).long()
     tokens = torch.arange(logits.shape[1], device=logits.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
+from dflash_trt.backends.torch.deferred_context import deferred_context
 from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
 from dflash_trt.backends.torch.layers import prepared
 from dflash_trt.backends.torch.loading import (
@@ -98,6 +100,9 @@ class TorchExecutor:
             page_windows=page_plan.page_windows,
         )
         self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
+        self._context = deferred_context(
+            self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
+        )
 
     @classmethod
     def open(
@@ -146,8 +151,9 @@ class TorchExecutor:
         ops = self._ops(
             inputs, num_draft_tokens=plan.rows.num_draft_tokens, adjust=adjust, masks=plan.masks, slot_ids=slot_ids
         )
+        network = self.network if self._context is None else replace(self.network, drafter=self._context)
         outputs = run_step(
-            ops, self.network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens, reader=reader
+            ops, network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens, reader=reader
         )
         acceptance = outputs.acceptance
         ops.store_states()
@@ -158,7 +164,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
-        """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
+        """The target's logits after every token of one sequence: for measuring, on an idle executor."""
         assert 0 < len(token_ids) <= self.limits.max_seq_len
         logits = []
         for batch in sequence_batches(token_ids, self.limits):
@@ -167,8 +173,8 @@ class TorchExecutor:
         return torch.cat(logits)
 
     def close(self) -> None:
-        """Give weights and pages back at once, whoever still holds the executor. Closing again does nothing."""
-        for name in ("network", "_state", "_snapshots"):
+        """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
+        for name in ("network", "_context", "_state", "_snapshots"):
             vars(self).pop(name, None)
 
     def _ops(

@@ -1,11 +1,11 @@
-"""Calls of fixed shapes, in which the bits of a row depend neither on its place nor on the rows beside it.
+"""Calls of fixed shapes: a row's bits depend neither on its place nor on the other rows.
 
 A GEMM library chooses its kernel, and with it the order of a sum, by the number of rows. An elementwise kernel computes
 the end of a tensor, or of a thread's share of it, with other instructions than the rest, and their exp() differs in the
 last bit. Calls whose shapes never change leave neither any choice. tests/network/test_fixed_shapes.py measures both.
 
-Blocks of GEMM_ROWS rows read a weight once each, and are filled up for a single row. Where blocks of other heights are
-found to give the same bits, these are taken too: oneDNN adds up a few hundred products in one order at any height.
+Blocks of GEMM_ROWS rows read a weight once each, and are filled up for a single row. Blocks of other heights are used,
+too, where they are found to give the same bits: oneDNN adds up a few hundred products in one order at any height.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 GEMM_ROWS: Final = 16
 _HEIGHTS: Final = (1, 2, 4, 8, GEMM_ROWS, 32, 64, 128)
 _MIN_COMPARED: Final = 1 << 16  # numbers; of rounded sums in another order one in some hundreds differs in bfloat16
-QUERY_ROWS: Final = 8  # of one request in a call of attention
+QUERY_ROWS: Final = 8  # rows of one request in a call of attention
 KEY_TILE: Final = 64  # the keys of such a call are a multiple of it
 _VECTOR: Final = 64  # elements: a multiple of what any CPU's kernels take at once
 _PIECE: Final = 32_768 - _VECTOR  # elements: PyTorch divides larger tensors among threads

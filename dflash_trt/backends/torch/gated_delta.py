@@ -7,7 +7,7 @@ solved at once, G being the cumulative log decays (arXiv 2412.06464, section 3.3
     o_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) (q_i k_j) delta_j
     S after a tokens = e^(G_a) S + sum over j <= a of e^(G_a - G_j) k_j delta_j^T
 
-Rows of a verify block may be rejected, so they leave their k, delta and g as records behind S; the next step folds the
+Rows of a verify block may be rejected, so their k, delta and g are stored as records after S; the next step folds the
 accepted ones, `context_len - position` of them, before it computes its own. Longer rows are prompts, of which nothing
 is rejected: their blocks are folded at once. Nothing is written to a slot before the step has succeeded.
 """
@@ -33,9 +33,9 @@ class SlotRows:
     """The rows of a step by request, and what they write to slots when it has succeeded."""
 
     slot_ids: Tensor  # int64 [R]
-    num_rows: list[int]  # of each request
+    num_rows: list[int]  # per request
     context_lens: Tensor  # int64 [R]
-    writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # of [slots, ...]: slots, values
+    writes: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # (tensor [slots, ...], slots, values)
 
     def store(self) -> None:
         for state, slots, values in self.writes:
@@ -93,7 +93,7 @@ def gated(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:  # [N, v_size]
-    """The results, normed by head, behind their gate."""
+    """The results, normed by head, times their gate."""
     normed = F.rms_norm(attended, attended.shape[-1:], eps=eps).to(dtype) * parameters.norm
     return (normed.float() * gate.view(normed.shape)).to(dtype).flatten(1)
 
@@ -130,7 +130,7 @@ def fold(
 
 
 def _groups(rows: SlotRows, num_records: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Requests with equally many rows: their places among the requests, int64 [G], and their rows, int64 [G, n]."""
+    """Requests with equally many rows: their indices, int64 [G], and their rows, int64 [G, n]."""
     counts = torch.tensor(rows.num_rows)
     starts = counts.cumsum(0) - counts
     for count in sorted(set(rows.num_rows)):
@@ -139,7 +139,7 @@ def _groups(rows: SlotRows, num_records: int) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def start_of(cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The stored state, the inputs [G, conv_size - 1, channels] before the first row, and the records between both."""
+    """Stored state, inputs [G, conv_size - 1, channels] before the first row, and records between both."""
     slots, starts = rows.slot_ids[requests], rows.context_lens[requests]
     tensors, spec = cache.tensors, cache.spec
     is_new = starts == 0
@@ -186,7 +186,7 @@ def heads_of(
     decay: Tensor,  # [G, hv, n]
     spec: GatedDelta,
 ) -> Block:
-    """What the convolution gives, by heads."""
+    """Convolution outputs, split by heads."""
     heads = ((spec.num_key_heads, spec.key_head_dim),) * 2 + ((spec.num_value_heads, spec.value_head_dim),)
     parts = mixed.split_with_sizes([count * size for count, size in heads], 1)
     q, k, v = (x.view(len(x), *shape, -1).transpose(2, 3) for x, shape in zip(parts, heads, strict=True))
@@ -198,7 +198,7 @@ def _normalized(x: Tensor) -> Tensor:
 
 
 def _run_prompt(state: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Results of all blocks, and the state behind the last one."""
+    """Results of all blocks, and the state after the last one."""
     results = []
     for start in range(0, block.v.shape[2], _CHUNK):
         part = block.part(start, start + _CHUNK)
@@ -217,7 +217,7 @@ def leave_records(
     block: Block,
     deltas: Tensor,
 ) -> None:
-    """The state before a block, and the block behind it."""
+    """Store the state before a block, and the block as records."""
     slots, tensors, missing = rows.slot_ids[requests], cache.tensors, cache.spec.num_records - deltas.shape[2]
     records = {"keys": block.k.transpose(1, 2), "deltas": deltas.transpose(1, 2), "decays": block.decay.transpose(1, 2)}
     for name, values in (*records.items(), ("window", window)):
@@ -229,7 +229,7 @@ def leave_records(
 def leave_state(
     cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor, state: Tensor, window: Tensor, num_rows: int
 ) -> None:
-    """The state behind all rows, without records."""
+    """Store the state after all rows, without records."""
     slots, tensors, num_kept = rows.slot_ids[requests], cache.tensors, cache.spec.conv_size - 1
     last = window[:, window.shape[1] - num_kept :]
     rows.writes.append((tensors["window"], slots, F.pad(last, (0, 0, 0, cache.spec.num_records))))

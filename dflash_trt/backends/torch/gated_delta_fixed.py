@@ -1,8 +1,8 @@
 """Gated delta nets for `--deterministic`: token by token, in calls of one shape.
 
-The parallel form rounds by the place where a block begins, so its states depend on K and on chunks. Here a state is
-a function of its tokens: folding a record and computing a token advance it by the same call, whose shape is that of one
-request's state. Everything else is elementwise, or row by row.
+The parallel form rounds by the place where a block begins, so its states depend on K and on chunks. Here a state is a
+function of its tokens: folding a record and computing a token advance it by the same call, whose shape is one request's
+state. Everything else is elementwise, or row by row.
 """
 
 import torch
@@ -76,7 +76,7 @@ def _block(
 
 
 def _run(state: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Results and deltas, [hv, n, dv] each; advances the state [hv, dk, dv] by all tokens of a block of one request."""
+    """Results and deltas, [hv, n, dv] each; advances the state [hv, dk, dv] by one request's block."""
     per_key = len(state) // block.k.shape[1]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (block.q, block.k, block.v))  # [n, heads, D]
     decays = in_vectors(torch.exp, block.decay[0].T)  # [n, hv]

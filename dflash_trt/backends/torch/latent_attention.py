@@ -1,8 +1,8 @@
 """Attention over latents in PyTorch: the definition that every other backend must match.
 
-Absorbed, for few rows: the key factor Bk goes into the query and the value factor Bv behind the sum, so that all heads
-attend over the latents themselves. Direct, for the long rows of a prompt: K and V of every head are computed once. The
-results are equal; which one is cheaper follows from the sizes. Rows in calls of fixed shapes are always absorbed: the
+Absorbed, for few rows: the key factor Bk is applied to the query and the value factor Bv after the sum, so that all
+heads attend over the latents themselves. Direct, for the long rows of a prompt: K and V of every head are computed
+once. The results are equal; sizes decide which one is cheaper. Rows in calls of fixed shapes are always absorbed: the
 shapes of the direct form's products follow the number of keys.
 """
 
@@ -53,7 +53,7 @@ def attend_latent(
 
 
 def is_direct_cheaper(mla: Mla, num_rows: int) -> bool:
-    """Multiplications per key and head: of the absorbed form beyond the direct one, and of K and V themselves."""
+    """Compares multiplications per key and head: the absorbed form's excess, and computing K and V."""
     beyond = 2 * mla.latent_dim - mla.nope_dim - mla.v_head_dim
     return num_rows * beyond > mla.latent_dim * (mla.nope_dim + mla.v_head_dim)
 
@@ -87,7 +87,7 @@ def _by_heads(equation: str, x: Tensor, factor: Tensor, is_tiled: bool) -> Tenso
 def _directly(
     q_nope: Tensor, q_rope: Tensor, stored: Tensor, k_factor: Tensor, v_factor: Tensor, group: QueryGroup, mla: Mla
 ) -> Tensor:
-    """Heads of K and V, the shorter of them filled up with zeros: the CPU's fast attention wants equal ones."""
+    """Heads of K and V; the shorter ones are zero-padded: the CPU's fast attention needs equal sizes."""
     latent, k_rope = stored.split_with_sizes((mla.latent_dim, mla.rope_dim), -1)
     keys = torch.einsum("gsr,hdr->ghsd", latent, k_factor)
     keys = torch.cat((keys, k_rope[:, None].expand(-1, keys.shape[1], -1, -1)), -1)
@@ -101,7 +101,7 @@ def _directly(
 def _write_pages(cache: LatentCache[Tensor], plan: AttentionPlan, latents: Tensor) -> None:
     """Into pages [pages, page_size, latent_dim + rope_dim]."""
     pages, scales, page_size = cache.tensor, cache.spec.scales, cache.tensor.shape[1]
-    slots = plan.slots.k // (2 * page_size) * page_size + plan.slots.k % page_size  # those of K, without V between
+    slots = plan.slots.k // (2 * page_size) * page_size + plan.slots.k % page_size  # slots of K, without V between
     if scales is not None:
         latents, pages = e4m3(latents.float() / scales.k).view(torch.uint8), pages.view(torch.uint8)
     pages.view(-1, pages.shape[2]).index_copy_(0, slots, latents)

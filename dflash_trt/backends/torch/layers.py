@@ -1,11 +1,11 @@
-"""Decoder layers in the form that a CPU runs with the fewest operators: an operator on a few rows costs its dispatch.
+"""Decoder layers with the fewest operators for a CPU: on a few rows each costs its dispatch.
 
 Q, K and V of a layer are one GEMM, also in a drafter, whose K and V are slices of another matrix. Q and K are normed
 and rotated together. The scale of a layer kept in float16 is multiplied into the norm before it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,12 @@ from dflash_trt.backends.torch.moe import separated
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
-from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.decoder import Layer
 from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.mixers.gqa import GqaWeights
 from dflash_trt.network.ops import Linear, Ops
-from dflash_trt.network.rank_tensors import map_parts
+from dflash_trt.network.rank_tensors import map_parts, parts_of
 from dflash_trt.network.step import Network
 
 
@@ -35,8 +34,9 @@ class JoinedGqa(GqaWeights[Tensor]):
     qk_norm: Tensor | None  # [heads + kv_heads, D]
 
     def qkv(
-        self, ops: Ops[Tensor], gqa: Gqa, x: Tensor, rope: Any, eps: float
+        self, ops: Ops[Tensor], x: Tensor, rope: Any, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:  # views of two tensors
+        gqa = self.spec
         heads = ops.split_heads(ops.linear(x, self.projections[0]), gqa.head_dim)
         num_rotated = gqa.num_heads + gqa.num_kv_heads
         qk, v = heads.split_with_sizes((num_rotated, gqa.num_kv_heads), 1)
@@ -49,16 +49,17 @@ class JoinedGqa(GqaWeights[Tensor]):
 def prepared(
     network: Network[Tensor], kernels: CpuKernels | None = None, *, on_read: Callable[[int], None] | None = None
 ) -> Network[Tensor]:
-    """The network as `TorchOps` computes it, its linear layers with `kernels` where those have a layout for them."""
+    """The network for `TorchOps`; its linear layers use `kernels` where those have a layout for them."""
     joined = map_parts(with_experts(network, separated), Layer, _joined)
     prepare = partial(prepare_linear, kernels=kernels)
     return map_parts(with_linears(joined, prepare, on_read=on_read), Layer, _with_scaled_norms)
 
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
-    mixer, gqa = layer.mixer, layer.spec.mixer
-    if not isinstance(mixer, GqaWeights) or not isinstance(gqa, Gqa):
+    mixer = layer.mixer
+    if not isinstance(mixer, GqaWeights):
         return layer
+    gqa = mixer.spec
     if gqa.has_output_gate or gqa.has_v_norm or gqa.has_joint_qk_norm or gqa.projections != "qkv":
         return layer
     qkv = _joined_rows(mixer.projections)
@@ -68,8 +69,7 @@ def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
     qk_norm = None
     if mixer.q_norm is not None and mixer.k_norm is not None:
         qk_norm = torch.cat((mixer.q_norm.expand(gqa.num_heads, -1), mixer.k_norm.expand(gqa.num_kv_heads, -1)))
-    parts = {item.name: getattr(mixer, item.name) for item in fields(mixer)} | {"projections": (qkv,)}
-    return replace(layer, mixer=JoinedGqa(**parts, qk_norm=qk_norm))
+    return replace(layer, mixer=JoinedGqa(**parts_of(mixer) | {"projections": (qkv,)}, qk_norm=qk_norm))
 
 
 def _joined_rows(linears: tuple[Linear[Tensor], ...]) -> Linear[Tensor] | None:
@@ -96,7 +96,7 @@ def _with_scaled_norms(layer: Layer[Tensor]) -> Layer[Tensor]:
 
 
 def _scaled(norm: Tensor, linear: Linear[Tensor]) -> tuple[Tensor, Linear[Tensor]]:
-    """The scale is a power of two, so that no product changes, where none of the norm's weights leaves float32."""
+    """Fold the scale, a power of two, into the norm; exact while the norm's weights stay in range."""
     if not isinstance(linear, HalfLinear):
         return norm, linear
     scaled = norm * linear.scale

@@ -1,7 +1,7 @@
-"""Linear layers on a CPU: weights laid out once, at load, so that a step streams as few bytes as it can.
+"""Linear layers on a CPU: weights laid out once, at load, so that a step streams few bytes.
 
-A step of a few rows waits for its weights. Float32 weights that 16 bits hold exactly, as those of a checkpoint in
-bfloat16 or of quantized codes, are kept in float16, scaled by a power of two, and multiplied in float32: the same
+A step of a few rows waits for its weights. Float32 weights that 16 bits hold exactly, such as from a bfloat16
+checkpoint or quantized codes, are kept in float16, scaled by a power of two, and multiplied in float32: the same
 products from half the memory. Other weights are reordered for oneDNN, which makes a verify block cheap
 (docs/benchmarks.md).
 """
@@ -54,7 +54,7 @@ def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     if isinstance(linear, PanelLinear):
         return linear(x)
     if isinstance(linear, HalfLinear):
-        # The operator behind the packet, whose checks of a packed argument cost more than a small GEMM.
+        # The operator of the packet, whose checks of a packed argument cost more than a small GEMM.
         out = torch.ops.quantized.linear_dynamic_fp16._op(x, linear.packed)
         if linear.scale != 1.0:
             out.mul_(linear.scale)

@@ -22,25 +22,16 @@ from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import (
-    EngineStates,
-    PagedKv,
-    PagedRows,
-    PagedState,
-    Recurrent,
-    SharedKv,
-    paged,
-    window_of,
-)
+from dflash_trt.core.state_spec import EngineStates, PagedRows, PagedState, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Experts, Linear
+from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
-from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache, StepState
+from dflash_trt.network.state import Cache, PagedCache, RecurrentCache, RowCache, StepState, paged_cache
 from dflash_trt.network.step import Network, bind_network
 
 if TYPE_CHECKING:
@@ -49,8 +40,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def mapped_weights(engine: EngineDir, rank: int) -> Iterator[dict[str, Tensor]]:
-    """One rank's tensors on the CPU, read when they are used. At the end, memory of what was copied into another layout
-    goes back to the system; what is used again is read again.
+    """One rank's tensors on the CPU, read when they are used.
+
+    At the end, memory of tensors copied into another layout goes back to the system; tensors used later are read again.
     """
     headers = tensor_headers(engine.manifest.pretrained_config)
     with engine.weights_path(rank).open("rb") as file:
@@ -118,7 +110,7 @@ def with_linears(
     network: Network[Tensor],
     prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]],
     *,
-    prepare_draft: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]] | None = None,  # None: as the target's
+    prepare_draft: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]] | None = None,  # None means as the target's
     on_read: Callable[[int], None] | None = None,
 ) -> Network[Tensor]:
     """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations.
@@ -142,9 +134,11 @@ def with_linears(
     )
 
 
-def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
+def with_experts(
+    network: Network[Tensor], prepare: Callable[[StackedExperts[Tensor]], Experts[Tensor]]
+) -> Network[Tensor]:
     """Experts of the target in the form that a backend computes with."""
-    return replace(network, target_weights=map_parts(network.target_weights, Experts, prepare))
+    return replace(network, target_weights=map_parts(network.target_weights, StackedExperts, prepare))
 
 
 def _num_bytes(linear: Linear[Tensor]) -> int:
@@ -155,12 +149,12 @@ def _num_bytes(linear: Linear[Tensor]) -> int:
 
 
 def activation_dtype(network: Network[Tensor]) -> torch.dtype:
-    """Of activations, and of pages that are not FP8."""
+    """The dtype of activations, and of pages that are not FP8."""
     return network.target_weights.embedding.dtype
 
 
 def rotaries_of(network: Network[Tensor]) -> tuple[Rotary, ...]:
-    """Of the target and, where there is one, of the drafter."""
+    """Rotaries of the target and its drafter, if any."""
     return network.target.rotaries + (network.draft.rotaries if network.draft else ())
 
 
@@ -181,7 +175,7 @@ def limits_of(
         max_draft_len=max_draft_len if network.draft else 0,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
-        num_choices=network.draft.num_choices if network.draft else 0,
+        draft_topk=network.draft.draft_topk if network.draft else 0,
         page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
@@ -189,7 +183,7 @@ def limits_of(
 
 
 def allocate_state(
-    states: EngineStates,  # of one rank
+    states: EngineStates,  # one rank's
     *,
     num_pages: int,
     page_size: int,
@@ -197,16 +191,16 @@ def allocate_state(
     device: torch.device | None = None,
     page_windows: Sequence[PageWindow] = (),
 ) -> StepState[Tensor]:
-    """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written.
+    """Zeros; layers of one model share an allocation. Host memory is used when a page is first written.
 
     Layers whose window is none of `page_windows` have `num_pages`.
     """
-    groups = {group.window: (index, group.blank_page + 1) for index, group in enumerate(page_windows, start=1)}
+    groups: dict[int | None, tuple[int, int]] = {None: (0, num_pages)}
+    groups |= {group.window: (index, group.blank_page + 1) for index, group in enumerate(page_windows, start=1)}
 
     def group_of(spec: PagedState) -> tuple[int, int]:
-        """Of the layer, and how many pages it has."""
-        window = window_of(spec)
-        return (0, num_pages) if window is None else groups.get(window, (0, num_pages))
+        """Page group of the layer, and its number of pages."""
+        return groups.get(spec.window, groups[None])
 
     def caches(specs: Sequence[PagedState]) -> Iterator[PagedCache[Tensor]]:
         shapes = [(group_of(spec)[1], *spec.page_shape(page_size)) for spec in specs]
@@ -214,14 +208,11 @@ def allocate_state(
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         parts = torch.split(_zeros(sum(sizes), device), sizes) if specs else ()
         for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True):
-            pages = part.view(dtype).view(shape)
-            yield Cache(pages, spec, group_of(spec)[0]) if isinstance(spec, PagedKv) else LatentCache(pages, spec)
+            yield paged_cache(part.view(dtype).view(shape), spec, group_of(spec)[0])
 
     pages = {cache.spec.name: cache for cache in caches(paged(states.target))}
     target_kv = [
-        _recurrent_cache(spec, num_slots, device)
-        if isinstance(spec, Recurrent)
-        else pages[spec.source.name if isinstance(spec, SharedKv) else spec.name]
+        _recurrent_cache(spec, num_slots, device) if isinstance(spec, Recurrent) else pages[spec.owner.name]
         for spec in states.target
     ]
     draft_kv = [cache for cache in caches(paged(states.draft)) if isinstance(cache, Cache)]

@@ -1,8 +1,7 @@
-"""Logit rules on a CPU: the definition that every other backend must match. `core/logit_rules.py` says where each rule
-comes from.
+"""Logit rules on a CPU: the definition that every other backend must match.
 
-Slots cost nothing until a request has rules. A step touches the tokens that the rules name and, for penalties, those in
-the texts of its requests.
+`core/logit_rules.py` has the source of each rule. Slots cost nothing until a request has rules. A step touches the
+tokens that the rules name and, for penalties, the tokens in its requests' texts.
 """
 
 from collections.abc import Callable

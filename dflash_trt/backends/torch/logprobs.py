@@ -1,6 +1,6 @@
-"""Log probabilities beside those of the emitted tokens, read from a step's raw logits; PyTorch on any device.
+"""Log probabilities besides the emitted tokens', from a step's raw logits; PyTorch on any device.
 
-Nothing of this runs in steps that ask for none.
+Nothing of this runs in steps that do not ask for any.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class ScoreRows(Protocol):
     def __call__(
         self, logits: Tensor, num_top: int, *, rows: Tensor | None = None, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The most likely tokens, int32 [M, N], with their log probabilities, float32 [M, N], ties by smaller token;
-        and log probabilities of `tokens`, int64 [M], if given.
+        """The most likely tokens, int32 [M, N], their log probabilities, float32 [M, N], and the tokens'.
 
-        `logits` are F [any, V], `rows` int64 [M] their indices, None for all. N is num_top, or V if that is smaller.
+        Ties go to the smaller token. The last result has log probabilities of `tokens`, int64 [M], if given. `logits`
+        are F [any, V], `rows` int64 [M] their indices, None for all. N is num_top, or V if that is smaller.
         """
         ...
 
 
 class LogprobsReader:
-    """Implements `network.step.LogitsReader` for one step; the results stay on the device until they are read."""
+    """Implements `network.step.LogitsReader` for one step; results stay on the device until read."""
 
     def __init__(self, plan: StepPlan, device: torch.device | None, score: ScoreRows) -> None:
         """`plan.has_logprobs` holds."""
@@ -63,7 +63,7 @@ class LogprobsReader:
         self._prompt.append((of_tokens, *top))
 
     def download(self) -> None:
-        """Copy what was read to the host, on the current stream, without waiting; `added_to` comes after the copies."""
+        """Copy results to the host on the current stream without waiting; call `added_to` after the copies."""
         if self._top is not None:
             self._top = tuple(map(_on_host, self._top))
         if self._prompt:
@@ -107,7 +107,7 @@ def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # floa
     Fewer, where a vocabulary has fewer tokens.
     """
     vocab_size = logprobs.shape[1]
-    # Integers in the order of the floats: those of negative floats fall as the bits rise. + 0.0 makes -0.0 a 0.0.
+    # Integers in the order of the floats: integers of negative floats fall as the bits rise. + 0.0 makes -0.0 a 0.0.
     order = (logprobs + 0.0).view(torch.int32)
     order ^= (order >> 31).bitwise_and_(0x7FFFFFFF)
     columns = torch.arange(vocab_size, device=logprobs.device)
@@ -118,7 +118,7 @@ def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # floa
 
 
 def _top_parts(plan: StepPlan, width: int, device: torch.device | None) -> Sequence[Tensor]:
-    """Rows of logits, int64, so many at a time."""
+    """Rows of logits, int64, in parts."""
     if plan.top_rows is None:
         return ()
     rows = plan.top_rows.requests[:, None] * width + np.arange(width)

@@ -1,7 +1,7 @@
-"""A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
+"""A mixture of experts in plain PyTorch: the choice of experts, and an expert's rows in one GEMM.
 
-Definitions: `Qwen3MoeSparseMoeBlock`, `GptOssMLP` and `DeepseekV3TopkRouter` of transformers. The host looks at the
-choice and runs the experts that somebody chose; a GPU has kernels that need not ask it (`backends/cuda/experts.py`).
+Definitions: `Qwen3MoeSparseMoeBlock`, `GptOssMLP` and `DeepseekV3TopkRouter` of transformers. The host reads the choice
+and runs the chosen experts; a GPU has kernels that need not ask it (`backends/cuda/experts.py`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, dequantize
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, expert_of
-from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 
 _NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
@@ -29,9 +28,9 @@ Activate = Callable[[Tensor, Moe], Tensor]  # see `activated`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeparateExperts(Experts[Tensor]):
-    """Experts as linears of their own, which may be in the layout that a CPU computes with (`torch_linear`)."""
+    """Experts as separate linear layers, possibly in the layout that a CPU computes with (`torch_linear`)."""
 
-    mlps: tuple[Mlp[Tensor], ...]
+    mlps: tuple[tuple[Linear[Tensor], Linear[Tensor]], ...]  # gate_up, down
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def chosen_experts(
     choice_bias: Tensor | None = None,  # float32 [E]
     scales: Tensor | None = None,  # [E]
 ) -> Choice:
-    """The router's decision, in the order of operations of `Moe.routing`; of equal logits the lower expert."""
+    """The router's decision, in the order of operations of `Moe.routing`; ties go to the lower expert."""
     if moe.routing == "sigmoid_top_k":
         return _chosen_by_sigmoids(logits, moe, choice_bias)
     if moe.routing == "top_k_softmax":
@@ -105,13 +104,14 @@ def run_chosen_experts(
     apply: ApplyLinear = apply_expert,
     activate: Activate | None = None,  # default: `activated`
 ) -> Tensor:
-    """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows. Experts of other ranks add nothing.
+    """[N, H] -> [N, H]: an expert's rows together, no expert without rows.
 
-    A row adds up its results in the order of the experts, whoever else is there.
+    Other ranks' experts add nothing. A row adds up its results in the order of the experts, independently of other
+    rows.
     """
     activate = activate or activated
     num_chosen = choice.expert_ids.shape[1]
-    places = choice.expert_ids.flatten().argsort(stable=True)  # of (row, rank of the choice), by expert
+    places = choice.expert_ids.flatten().argsort(stable=True)  # (row, rank of the choice), by expert
     num_rows = choice.expert_ids.flatten().bincount(minlength=moe.num_experts).tolist()
     weights = choice.weights.flatten()
     out = torch.zeros_like(x)
@@ -120,17 +120,16 @@ def run_chosen_experts(
         if len(mine) == 0 or not 0 <= index < experts.num_experts:
             continue
         rows = mine // num_chosen
-        mlp = experts.mlps[index] if isinstance(experts, SeparateExperts) else _mlp(experts, index)
+        gate_up, down = experts.mlps[index] if isinstance(experts, SeparateExperts) else _mlp(experts, index)
         mine_weights = weights[mine, None]
         read = x[rows] * mine_weights if moe.scales_inputs else x[rows]
-        result = apply(activate(apply(read, mlp.gate_up), moe), mlp.down)
+        result = apply(activate(apply(read, gate_up), moe), down)
         out.index_add_(0, rows, result if moe.scales_inputs else result * mine_weights)
     return out
 
 
-def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
+def separated(experts: StackedExperts[Tensor]) -> Experts[Tensor]:
     """Views of what is stacked; quantized experts stay as they are."""
-    assert isinstance(experts, StackedExperts)
     if isinstance(experts.gate_up.weight, QuantizedWeight) or isinstance(experts.down.weight, QuantizedWeight):
         return experts
     return SeparateExperts(
@@ -143,9 +142,9 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
     )
 
 
-def _mlp(experts: Experts[Tensor], index: int) -> Mlp[Tensor]:
+def _mlp(experts: Experts[Tensor], index: int) -> tuple[Linear[Tensor], Linear[Tensor]]:
     assert isinstance(experts, StackedExperts)
-    return Mlp(gate_up=_expert(experts.gate_up, index), down=_expert(experts.down, index))
+    return _expert(experts.gate_up, index), _expert(experts.down, index)
 
 
 def _expert(linear: Linear[Tensor], index: int) -> Linear[Tensor]:

@@ -4,9 +4,11 @@ One `TorchOps` lives for one step and holds that step's inputs and attention pla
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cache as cached
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -68,7 +70,7 @@ def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class ByGroup:
-    """What `make` gives for a page group, made when a layer of it is the first to ask."""
+    """Results of `make` per page group, made when a layer first asks."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -95,20 +97,33 @@ class TorchOps:
         ranks: RankGroup = ONE_RANK,
         adjust: AdjustScores | None = None,
         masks: TokenMasks | None = None,
-        slot_ids: Tensor | None = None,  # int64 [R]; None: request r has slot r
-        windows: Sequence[int] = (),  # of the page groups behind the first
+        slot_ids: Tensor | None = None,  # int64 [R]; None if request r has slot r
+        windows: Sequence[int] = (),  # windows of the page groups after the first
     ) -> None:
         self._ranks = ranks
         self._adjust = adjust
         self._slot_ids = torch.arange(len(inputs.context_lens)) if slot_ids is None else slot_ids
-        self._inputs = inputs
         self._rope_tables = rope_tables
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
         self._masks = masks
         self._windows: Sequence[int | None] = (None, *windows)
+        self._take_rows(inputs)
+
+    def _take_rows(self, inputs: StepInputs[Tensor]) -> None:
+        self._inputs = inputs
         self._page_tables = inputs.page_table.view(len(self._windows), -1, inputs.page_table.shape[1])
         self._index = ByGroup(self._index_tokens)
+
+    def for_rows(self, **rows: Tensor) -> Self:
+        """The ops of other token rows, given as fields of StepInputs, that are neither sampled nor drafted for."""
+        ops = copy(self)
+        ops._take_rows(replace(self._inputs, **rows))
+        return ops
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self._num_draft_tokens
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -119,9 +134,10 @@ class TorchOps:
             return apply_quantized(x, linear)
         return apply_linear(x, linear)
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if weight is None:
-            return F.rms_norm(x, x.shape[-1:], None, eps)
+    def unweighted_rms_norm(self, x: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             if weight.dtype != x.dtype:
                 return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -327,11 +343,11 @@ class TorchOps:
         acceptance: Acceptance[Tensor],
         draft_to_target: Tensor | None,
         *,
-        num_choices: int,
+        draft_topk: int,
         first_slot: int = 1,
     ) -> Proposal[Tensor]:
         return torch_sampling.draft_tokens(
-            logits, self._inputs, acceptance, draft_to_target, num_choices=num_choices, first_slot=first_slot
+            logits, self._inputs, acceptance, draft_to_target, draft_topk=draft_topk, first_slot=first_slot
         )
 
     def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def read_rows(
 
 
 def _places(cache: RowCache[Tensor], page_table: Tensor, positions: Tensor) -> Tensor:
-    """Of all rows of all pages, int64 [N]."""
+    """Indices among all rows of all pages, int64 [N]."""
     page_size = cache.tensor.shape[1]
     pages = page_table.long().gather(1, (positions // page_size)[:, None])[:, 0]
     return pages * page_size + positions % page_size

@@ -28,7 +28,7 @@ from torch import Tensor
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-LARGEST = 1 - 2**-24  # of v: what follows in float32 is 1
+LARGEST = 1 - 2**-24  # largest v: the next float32 is 1
 TOKENS: Final = 0  # streams; the first two are values of the step input `draft_stream`
 DRAFTS: Final = 1
 TESTS: Final = 2
@@ -42,7 +42,7 @@ _HALF: Final = np.uint64(32)
 
 
 def philox(key: tuple[Words, Words], counter: tuple[Words, Words, Words, Words]) -> Words:
-    """Ten rounds of 32-bit words. Those of the counter broadcast to [...], the key's to them; returns [4, ...]."""
+    """Ten rounds of 32-bit words. The counter's broadcast to [...], the key's to them; returns [4, ...]."""
     words = np.stack(np.broadcast_arrays(*counter))
     c0, c1, c2, c3 = words
     products = np.empty((2, *c0.shape), np.uint64)

@@ -1,4 +1,4 @@
-"""Collectives of tensor-parallel ranks in a step, over `torch.distributed`: sums and vocabulary shards.
+"""Collectives of tensor-parallel ranks, over `torch.distributed`: sums and vocabulary shards.
 
 Every rank makes the same calls in the same order and gets the same bits.
 """
@@ -40,7 +40,7 @@ class RankGroup(Protocol):
         ...
 
     def smallest(self, number: int) -> int:
-        """Of the numbers that the ranks have."""
+        """Minimum over the ranks' numbers."""
         ...
 
     def shared_bytes(self, make: Callable[[], bytes], num_bytes: int) -> bytes:
@@ -100,10 +100,10 @@ class ProcessRanks:
         timeout_s: float,
         opening_timeout_s: float | None = None,
     ) -> "ProcessRanks":
-        """Returns when all ranks have joined; they meet through a file that is not there before.
+        """Join the ranks through a rendezvous file that must not exist yet; returns when all have joined.
 
-        `opening_timeout_s` is that of `smallest`, before which a rank loads its weights. Raises ExchangeError when the
-        ranks do not come, and so does every exchange when one is gone or late.
+        `opening_timeout_s` is the limit of `smallest`, before which a rank loads its weights. Raises ExchangeError when
+        the ranks do not come; so does every exchange when one is gone or late.
         """
         store = _DIST.FileStore(str(store_path), num_ranks)
         if device.type == "cuda":
@@ -131,7 +131,7 @@ class ProcessRanks:
         gathered = x.new_empty(self.num_ranks * num_rows, num_columns)
         self._exchange(self._group._allgather_base, gathered, x.contiguous())
         by_rank = gathered.view(self.num_ranks, num_rows, num_columns)
-        return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks beside each other
+        return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks next to each other
 
     def smallest(self, number: int) -> int:
         tensor = torch.tensor([number], device=self.device)
@@ -147,7 +147,7 @@ class ProcessRanks:
         return bytes(summed.tolist())
 
     def abort(self) -> None:
-        """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""
+        """From another thread, end exchanges that wait for a lost rank. No exchange is possible afterwards."""
         if (group := self._group) is not None:
             group.abort()
         for end in self.on_abort:

@@ -44,9 +44,9 @@ class DequantizedWeight(QuantizedWeight[Tensor]):
 def dequantize(
     weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True, kernels: CpuKernels | None = None
 ) -> DequantizedWeight:
-    """Codes, times their block scales, as numbers of `dtype` (float32 or bfloat16: float16 has not their range).
+    """Codes times their block scales, in `dtype` (float32 or bfloat16; float16 lacks their range).
 
-    What is kept for many calls takes the time to be laid out for the CPU.
+    With `is_kept`, for many calls, they are laid out for the CPU, which takes time.
     """
     assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()

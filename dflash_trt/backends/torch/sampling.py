@@ -3,7 +3,7 @@
 The target is sampled at every row; a draft is accepted while it equals the sampled token. The output distribution is
 therefore the target's at any temperature, whatever is drafted. Drafts are made with the noise that will sample the
 target at their position (`philox.py`), so that they meet its token more often than the drafter's likeliest would.
-Drafts that were drawn apart are tested first, and become the token of their row if they pass (`rejection.py`). A row
+Rejection sampling tests drafts first; they become the token of their row if accepted (`rejection.py`). A row
 whose logits give no token (see `core/step_spec.py`) gets the log probability NaN.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise, noise_and_numbers
-from dflash_trt.backends.torch.rejection import DrawnTests, draw_apart
+from dflash_trt.backends.torch.rejection import RejectionTests, sample_topk
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
@@ -25,8 +25,9 @@ def sample_and_accept(
     adjust: AdjustScores | None = None,
     masks: TokenMasks | None = None,
 ) -> Acceptance[Tensor]:
-    """See `Ops.sample_and_accept`; fp32 from the logits on. `adjust`, then `masks` change what is sampled, not
-    log-probabilities.
+    """See `Ops.sample_and_accept`; fp32 from the logits on.
+
+    `adjust`, then `masks` change the sampled distribution, not log-probabilities.
     """
     num_requests, width = inputs.logit_rows.shape
     raw = logits.float()
@@ -75,7 +76,7 @@ def _num_accepted(tokens: Tensor, inputs: StepInputs[Tensor]) -> Tensor:  # int6
 
 
 def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
-    """One token per row, int64 [R*(K+1)]: argmax where temperature is 0, else a draw from the filtered distribution."""
+    """One token per row, int64 [R*(K+1)]: argmax at temperature 0, else sampled after the filters."""
     greedy = scores.argmax(dim=1)
     width = inputs.logit_rows.shape[1]
     rows = _random_rows(inputs, width)
@@ -95,7 +96,7 @@ def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
     )
     position = inputs.positions[inputs.logit_rows.flatten().long()][rows].long() + 1
     is_kept, place = weights > 0, (per_row(inputs.seed), position, scores.shape[1])
-    tests = DrawnTests.of(inputs, rows)
+    tests = RejectionTests.of(inputs, rows)
     if tests is None:
         return greedy.index_copy(0, rows, draw(chosen, is_kept, temperature, gumbel_noise(*place)))
     noise, numbers = noise_and_numbers(*place)
@@ -111,18 +112,18 @@ def draft_tokens(
     acceptance: Acceptance[Tensor],
     draft_to_target: Tensor | None,
     *,
-    num_choices: int,
+    draft_topk: int,
     first_slot: int = 1,
 ) -> Proposal[Tensor]:
     """See `Ops.draft_tokens`."""
     num_requests = len(inputs.temperature)
     width = len(logits) // num_requests
-    # the token of slot j of a block, from 1 on, is at j behind the bonus token
+    # the token of slot j of a block, from 1 on, is j positions after the bonus token
     slots = torch.arange(first_slot, first_slot + width, device=logits.device)
     positions = (acceptance.next_context_lens[:, None].long() + slots).flatten()
-    is_apart = (inputs.draft_stream == DRAFTS).repeat_interleave(width)
+    uses_rejection = (inputs.draft_stream == DRAFTS).repeat_interleave(width)
     random = _random_rows(inputs, width)
-    shared, apart = random[~is_apart[random]], random[is_apart[random]]
+    shared, own = random[~uses_rejection[random]], random[uses_rejection[random]]  # by whose noise they use
 
     def given(rows: Tensor) -> dict[str, Tensor]:
         seed, temperature = (x.repeat_interleave(width)[rows] for x in (inputs.seed, inputs.temperature))
@@ -132,15 +133,17 @@ def draft_tokens(
     if len(shared):
         indices[shared] = _likeliest_with_noise(**given(shared), draft_to_target=draft_to_target)
     tokens = (indices if draft_to_target is None else draft_to_target[indices]).int()
-    if not len(apart):
+    if not len(own):
         return Proposal(tokens=tokens.view(num_requests, width))
-    drafts, *drawn_from = draw_apart(**given(apart), draft_to_target=draft_to_target, num_choices=num_choices)
-    tokens[apart] = drafts.int()
-    choices, chances = (
-        values.new_zeros((len(logits), num_choices)).index_copy_(0, apart, values).view(num_requests, -1)
-        for values in drawn_from
+    drafts, *candidates = sample_topk(**given(own), draft_to_target=draft_to_target, draft_topk=draft_topk)
+    tokens[own] = drafts.int()
+    draft_topk_ids, draft_topk_probs = (
+        values.new_zeros((len(logits), draft_topk)).index_copy_(0, own, values).view(num_requests, -1)
+        for values in candidates
     )
-    return Proposal(tokens=tokens.view(num_requests, width), choices=choices.int(), chances=chances)
+    return Proposal(
+        tokens=tokens.view(num_requests, width), draft_topk_ids=draft_topk_ids.int(), draft_topk_probs=draft_topk_probs
+    )
 
 
 def _likeliest_with_noise(
@@ -170,7 +173,7 @@ def filtered_weights(
     top_p: Tensor,  # float32 [N], 1 off
     min_p: Tensor,  # float32 [N], 0 off
 ) -> Tensor:
-    """Unnormalised probabilities, zero where a filter removed the token. Ties with the last token kept are kept.
+    """Unnormalised probabilities, zero for filtered tokens. Ties with the last token kept are kept.
 
     top_p keeps the shortest prefix, by falling probability and after top_k, whose mass reaches top_p; min_p keeps
     tokens of at least min_p times the largest probability. The most likely token always stays.
@@ -189,7 +192,7 @@ def draw(
 ) -> Tensor:
     """The first argmax of scores + temperature * noise over the kept tokens, int64 [N].
 
-    Of scores that are not finite the result means nothing, but is in the vocabulary.
+    For scores that are not finite the result is arbitrary, but in the vocabulary.
     """
     return torch.where(is_kept, scores + temperature[:, None] * noise, -torch.inf).argmax(dim=1)
 

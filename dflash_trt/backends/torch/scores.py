@@ -1,4 +1,4 @@
-"""Scores, their softmax and what they weigh, over keys that are gathered: the arithmetic of attention on a CPU."""
+"""Scores, their softmax and weighted sums over gathered keys: the arithmetic of attention on a CPU."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +12,10 @@ from dflash_trt.backends.torch.fixed_shapes import KEY_TILE, Pointwise, directly
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Scores and their softmax apart from the mask, as in `core.model.gqa.Gqa`. `scale` None: D ** -0.5."""
+    """Scores and their softmax without the mask, as in `core.model.gqa.Gqa`.
+
+    `scale` defaults to D ** -0.5.
+    """
 
     scale: float | None = None
     softcap: float | None = None
@@ -34,7 +37,7 @@ def attend(
     bias: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
     scores: Scores,
 ) -> Tensor:
-    """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
+    """[G, Q, heads, D]. Query heads of one K/V head are stacked as rows, so K and V are not repeated."""
     num_requests, width, num_heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     if width == 1:  # in order as it is

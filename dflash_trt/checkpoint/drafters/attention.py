@@ -9,7 +9,7 @@ from typing import Any
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import read_layer_types
 
-MaskFields = dict[str, Any]  # of an AttentionMask
+MaskFields = dict[str, Any]  # fields of an AttentionMask
 
 _QWEN3_MAX_WINDOW_LAYERS = 28  # the default of transformers' Qwen3Config
 _OVERRIDE = "drafter_overrides may say otherwise"
@@ -17,10 +17,11 @@ _SAY_IT = "Add layer_types and is_causal as the drafter was trained."
 
 
 def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
-    """`is_causal` > `causal` > (`use_swa` without layer_types: all sliding, non-causal) > per-layer default.
+    """Masks by `is_causal`, else `causal`, else `use_swa` without layer_types, else per layer.
 
-    By default sliding layers are causal and full ones are not; the explicit keys apply to every layer. Without
-    layer_types, use_swa and use_sliding_window every layer is full.
+    By default sliding layers are causal and full ones are not; the explicit keys apply to every layer, and `use_swa`
+    without layer_types makes all layers sliding and non-causal. Without layer_types, use_swa and use_sliding_window
+    every layer is full.
     """
     is_causal = reader.optional_flag("is_causal")
     causal = reader.optional_flag("causal")
@@ -67,8 +68,10 @@ def speculators_masks(reader: ConfigReader, num_layers: int, *, non_causal: bool
 
 
 def _implied_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Layers without layer_types, as transformers' Qwen3Config has them: with use_sliding_window and a window that is
-    not null, those from max_window_layers on are sliding. Some engines read full attention in every layer.
+    """Which layers are sliding without layer_types, as in transformers' Qwen3Config.
+
+    With use_sliding_window and a window that is not null, layers from max_window_layers on are sliding. Some engines
+    read full attention in every layer.
     """
     first_sliding = reader.optional_integer("max_window_layers", minimum=0)
     has_no_window = reader.is_given("sliding_window") and not reader.has("sliding_window")
@@ -81,8 +84,9 @@ def _implied_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, .
 
 
 def _window_in_use(reader: ConfigReader, window: int | None) -> int | None:
-    """The window of sliding layers; None if use_sliding_window is false, as in transformers. There an absent key is
-    false, too, but a file that names sliding layers and a window means them.
+    """The window of sliding layers; None if use_sliding_window is false, as in transformers.
+
+    There an absent key is false, too, but here a file that names sliding layers and a window has them.
     """
     uses_window = reader.optional_flag("use_sliding_window")
     if uses_window is False:

@@ -11,15 +11,17 @@ from dflash_trt.checkpoint import drafters
 
 LABEL = "drafter config.json"
 
-DraftFields = dict[str, Any]  # of a DraftSpec
+DraftFields = dict[str, Any]  # fields of a DraftSpec
 ReadDraft = Callable[[Mapping[str, Any], Collection[str], list[str], list[str]], DraftFields]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFormat:
-    """`recognizes` looks at config.json. `read(fields, tensor_names, problems, notes)` gives the fields of a DraftSpec,
-    not to be used if `problems` has grown. `ignorable_tensors` are stored but not needed. A file that
-    `asks_for_target_layers` gets the target's number as `num_target_layers`, where it does not say it.
+    """A file format of drafters. `recognizes` looks at config.json.
+
+    `read(fields, tensor_names, problems, notes)` gives the fields of a DraftSpec, not to be used if `problems` has
+    grown. `ignorable_tensors` are stored but not needed. A file that `asks_for_target_layers` gets the target's number
+    as `num_target_layers`, if it lacks that.
     """
 
     name: str

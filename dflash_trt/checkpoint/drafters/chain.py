@@ -9,7 +9,7 @@ from dflash_trt.core.model.eagle3 import MAX_CHAIN
 
 DEFAULT_CHAIN = 7  # as TensorRT-LLM's recipes of gpt-oss draft; a chain has no length of its own
 
-_DEFAULT_THETA = 10000.0  # of transformers' LlamaConfig
+_DEFAULT_THETA = 10000.0  # transformers' LlamaConfig
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 

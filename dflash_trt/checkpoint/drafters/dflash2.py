@@ -13,7 +13,7 @@ def read_dflash2(
     reader: ConfigReader,
     sizes: DecoderSizes,
     *,
-    defaults: dict[str, int] | None = None,  # of KEYS; None: every key is required
+    defaults: dict[str, int] | None = None,  # values for absent KEYS; None means that every key is required
     output_multiplier: float = 1.0,
     logit_softcap: float | None = None,
 ) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.producers.base import require_known_producer
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 _HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "target_model_type")
-# What else `eagle_config` may say, and the values that are EAGLE-3's.
+# Other keys of `eagle_config`, with the values that EAGLE-3 has.
 _EAGLE_VALUES = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,

@@ -1,4 +1,4 @@
-"""Defaults of keys that z-lab's drafters for gpt-oss leave out: their config.json has little but model_type gpt_oss.
+"""Defaults for z-lab's gpt-oss drafters, whose config.json has little but model_type gpt_oss.
 
 Readers differ: transformers' GptOssConfig has YaRN of factor 32 and windows of 128 in every other layer, PyPI `dflash`
 reads the file as Qwen3's and uses neither. The published acceptance lengths were measured in SGLang, whose drafter then
@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.families.gpt_oss import DEFAULT_ROPE, DEFAULT_WINDOW
 
 
 def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
-    """Add RoPE and layer types, with a note for each; `use_sliding_window` true gives GptOssConfig's windows."""
+    """Add RoPE and layer types, with a note for each; `use_sliding_window` gives GptOssConfig's windows."""
     stated = dict(fields)
     if fields.get("model_type") != "gpt_oss":
         return stated

@@ -136,8 +136,10 @@ def _read_algorithm(reader: ConfigReader, algorithm: Any) -> int | None:
 
 
 def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
-    """Tap i is the residual sum after layer i - 1. For the last layer, transformers' hidden_states[i] is normed, but
-    Speculators takes its states from vLLM, before the final norm.
+    """Target layers of the taps: tap i is the residual sum after layer i - 1.
+
+    For the last layer, transformers' hidden_states[i] is normed, but Speculators takes its states from vLLM, before the
+    final norm.
     """
     ids = reader.optional_integers("aux_hidden_state_layer_ids", minimum=1)
     if not ids:

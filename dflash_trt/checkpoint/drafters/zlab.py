@@ -1,4 +1,7 @@
-"""z-lab's drafters: DFlash in both schemas, and DFlash2. Refuses keys that change the algorithm and are not known."""
+"""z-lab's drafters: DFlash in both schemas, and DFlash2.
+
+Refuses unknown keys that change the algorithm.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -106,7 +109,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 
 
 def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Merge top-level keys and those of `dflash_config`: checkpoints have the same keys in either place."""
+    """Merge top-level keys with those in `dflash_config`: checkpoints have the same keys in either place."""
     nested = fields.get("dflash_config")
     top = {name: value for name, value in fields.items() if name != "dflash_config"}
     if nested is None:

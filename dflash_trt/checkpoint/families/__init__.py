@@ -1,1 +1,1 @@
-"""Target families: one file each, found by its FAMILY; its name is the model_type of the family's config.json."""
+"""Target families: one file each, found by its FAMILY and named after config.json's model_type."""

@@ -13,43 +13,42 @@ from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.model.gated_delta import GatedDelta
 
-LayerFields = dict[str, Any]  # of a LayerSpec
+LayerFields = dict[str, Any]  # fields of a LayerSpec
 ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
 ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
 LayerNames = Callable[[str, str, LayerSpec, int], ForeignTable]
 MaxPositions = Callable[[ConfigReader, int], int]
-DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
+MixerNames = Callable[[str, str, Any, int], ForeignTable]
 ReadModel = Callable[[ConfigReader, DecoderSizes], dict[str, Any]]
 OwnNames = Callable[[str, TargetSpec], ForeignTable]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
+    """A target family. `architectures` as in config.json; `read_layers` reads this family's own keys.
 
-    `other_model_types` are spellings in published files of a language model that this family computes.
+    `other_model_types` are other spellings in published files of a language model that this family computes.
 
-    `activation` is that of config.json. `read_model` gives fields of a TargetSpec that are no layers; `defaults` are
-    those of transformers, for keys that published files leave out. `own_names(model, spec)` names tensors that only
-    this family has, or names in its own way; `model` is the prefix of all names.
+    `activation` is config.json's. `read_model` gives fields of a TargetSpec that are no layers; `defaults` are
+    transformers' defaults for keys that published files omit. `own_names(model, spec)` names tensors that only this
+    family has, or names in its own way; `model` is the prefix of all names.
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
-    foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
-    hidden_size)` does so for one layer's gated delta net, and `layer_names(canonical, foreign, layer, hidden_size)` for
-    what is not named as in Llama. `has_offset_norms`: see TargetSpec. Tensors whose names begin with one of `left_out`
-    are of parts that an engine has no use for, and so are those of `left_out_modules`, and layers behind the last one,
-    which draft (`has_drafting_layers`).
+    foreign are the prefixes of the layer. None for a family without experts. `mixer_names`, by kind of mixer, do so
+    with (canonical, foreign, mixer, hidden_size) for kinds that each family names in its way, and
+    `layer_names(canonical, foreign, layer, hidden_size)` for names that differ from Llama's. `has_offset_norms`: see
+    TargetSpec. An engine omits tensors whose names begin with one of `left_out`, modules in `left_out_modules`, and
+    layers after the last one, which draft (`has_drafting_layers`).
 
-    `max_positions(reader, trained)` are the positions that are implemented of those that the model was trained for.
+    `max_positions(reader, trained)` are the implemented positions out of those that the model was trained for.
     """
 
     architectures: tuple[str, ...]
     other_model_types: tuple[str, ...] = ()
     read_layers: ReadLayers
     expert_names: ExpertNames | None = None
-    delta_names: DeltaNames | None = None
+    mixer_names: Mapping[str, MixerNames] = field(default_factory=dict)
     layer_names: LayerNames | None = None
     max_positions: MaxPositions | None = None
     has_offset_norms: bool = False

@@ -12,7 +12,7 @@ from dflash_trt.checkpoint.sigmoid_router import expert_names
 
 _INDEX_TOPK = 2048  # transformers' default
 
-# Of the indexer, which layers share it, and kinds of layers that are all alike.
+# Keys of the indexer, of the layers that share it, and of uniform layer kinds.
 _INDEXER_KEYS = (
     "index_head_dim",
     "index_n_heads",

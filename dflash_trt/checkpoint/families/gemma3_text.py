@@ -1,4 +1,4 @@
-"""Gemma 3, the language model alone: four norms of 1 + w a layer, windows in five of six, two rotary embeddings."""
+"""Gemma 3, language model only: four 1 + w norms a layer, windows in five of six layers, two RoPEs."""
 
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,7 +21,7 @@ from dflash_trt.checkpoint.producers.base import require_known_producer
 
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 
-# Of transformers' Gemma3TextConfig: published files of models that also see say only what differs.
+# Defaults of transformers' Gemma3TextConfig: published files of multimodal models only have differences.
 _DEFAULTS: Final = MappingProxyType(
     {
         "vocab_size": 262_208,
@@ -62,7 +62,9 @@ def _default_ropes(reader: ConfigReader) -> dict[str, dict[str, Any]]:
     """As older files say it: a theta for each kind of layer, and a scaling for full ones."""
     scaling = reader.value("rope_scaling")
     if scaling is not None and (not isinstance(scaling, dict) or reader.has("rope_parameters")):
-        reader.refuse("rope_scaling", expected="an object, and none beside rope_parameters", hint="Remove one of them.")
+        reader.refuse(
+            "rope_scaling", expected="an object, and none besides rope_parameters", hint="Remove one of them."
+        )
         scaling = None
     full = reader.optional_number("rope_theta") or _GLOBAL_THETA
     local = reader.optional_number("rope_local_base_freq") or _LOCAL_THETA

@@ -1,4 +1,7 @@
-"""Gemma 4, the language model alone: full layers have heads of their own sizes and make V of K, norms are plain w."""
+"""Gemma 4, language model only: full layers have head sizes of their own and derive V from K.
+
+Norms use w.
+"""
 
 from collections.abc import Collection, Sequence
 from types import MappingProxyType
@@ -30,7 +33,7 @@ _ROPES: Final = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 
-# Of transformers' Gemma4TextConfig.
+# Defaults of transformers' Gemma4TextConfig.
 DEFAULTS: Final = MappingProxyType(
     {
         "vocab_size": 262_144,
@@ -100,7 +103,7 @@ def _read_sliding(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 
 
 def _read_sources(reader: ConfigReader, is_sliding: tuple[bool, ...]) -> list[int | None]:
-    """Of the last layers, which have no K and V of their own: the last layer of the same kind that has."""
+    """Source layers of the last layers, which have no K and V: the last layer of the same kind that has."""
     num_shared = reader.optional_integer("num_kv_shared_layers", minimum=0) or 0
     num_own = len(is_sliding) - num_shared
     if num_shared and not set(is_sliding) <= set(is_sliding[: max(num_own, 0)]):
@@ -130,7 +133,7 @@ def _read_mixers(reader: ConfigReader, sizes: DecoderSizes, is_sliding: Sequence
 
 
 def _read_per_layer(reader: ConfigReader, sizes: DecoderSizes, is_sliding: Sequence[bool]) -> dict[str, int]:
-    """Sizes of the full layers by layer, as transformers writes them since 5.15: there instead of the two keys."""
+    """Sizes of the full layers by layer, which transformers 5.15 and later write instead of the two keys."""
     layers = reader.optional_section("per_layer_config")
     assert layers is not None
     full = [str(i) for i, slides in enumerate(is_sliding) if not slides]
@@ -150,7 +153,7 @@ def _read_per_layer(reader: ConfigReader, sizes: DecoderSizes, is_sliding: Seque
 
 
 def _read_feed_forward(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
-    """A dense MLP, beside which there may be experts."""
+    """A dense MLP, optionally with experts in addition."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not reader.flag("enable_moe_block", default=False):
         reader.ignore(names)
@@ -197,7 +200,7 @@ def own_names(model: str, spec: TargetSpec) -> ForeignTable:
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Names of the experts, of their router, and of the MLP and the norms beside them."""
+    """Names of the experts, their router, and the layer's MLP and norms."""
     table: ForeignTable = {
         f"{canonical}.router": one(f"{foreign}.router.proj.weight"),
         f"{canonical}.router_norm": one(f"{foreign}.router.scale"),
@@ -212,7 +215,7 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
 
 
 def _projection_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """All experts in one tensor, as published in bfloat16, or a matrix for each, as tools store quantized ones."""
+    """All experts in one tensor, as published in bfloat16, or a matrix each, as quantization tools do."""
     places, kinds = (f"{foreign}.moe.experts", f"{foreign}.experts"), ("weight", "weight_packed")
     found = [place for place in places if any(f"{place}.0.down_proj.{kind}" in stored_names for kind in kinds)]
     experts = found[0] if found else places[1]

@@ -8,5 +8,5 @@ from dflash_trt.checkpoint.families import deepseek_v32
 FAMILY = replace(
     deepseek_v32.FAMILY,
     architectures=("GlmMoeDsaForCausalLM",),
-    defaults=MappingProxyType({"n_group": 1, "topk_group": 1}),  # of transformers' GlmMoeDsaConfig
+    defaults=MappingProxyType({"n_group": 1, "topk_group": 1}),  # from transformers' GlmMoeDsaConfig
 )

@@ -14,7 +14,7 @@ from dflash_trt.core.model.feed_forward import Moe
 
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # alpha is in no config.json
 
-# Of transformers' GptOssConfig, which vLLM and SGLang read, too.
+# Defaults of transformers' GptOssConfig, which vLLM and SGLang read, too.
 DEFAULT_WINDOW = 128
 DEFAULT_ROPE = {
     "rope_type": "yarn",
@@ -54,7 +54,7 @@ def _read_masks(reader: ConfigReader, num_layers: int) -> list[dict[str, Any]]:
 
 
 def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
-    """Experts with biases; `intermediate_size` is that of one expert."""
+    """Experts with biases; `intermediate_size` is the size of one expert."""
     reader.ignore(TRAINING_KEYS)
     num_experts = same_integer(reader, "num_local_experts", "num_experts")
     return {
@@ -71,7 +71,7 @@ def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Names of MXFP4 blocks and scales, as published, or of the transposed matrices of bfloat16 conversions."""
+    """Names of MXFP4 blocks and scales, as published, or of bfloat16 conversions' transposed matrices."""
     experts = f"{foreign}.mlp.experts"
     table: ForeignTable = {
         f"{canonical}.router": one(f"{foreign}.mlp.router.weight"),

@@ -1,5 +1,6 @@
-"""Llama 4, the language model alone: RoPE and chunks of positions, neither in every fourth layer, and experts whose
-inputs the router scales.
+"""Llama 4, language model only.
+
+Every fourth layer lacks RoPE and chunks; the router scales experts' inputs.
 """
 
 from collections.abc import Collection
@@ -21,7 +22,7 @@ _ROPE_THETA = 500_000.0  # transformers' default
 _NO_ROPE_EVERY = 4  # transformers' default
 _UNUSED_KEYS = (*TRAINING_KEYS, "router_jitter_noise", "for_llm_compressor", "use_cache")
 
-# Of transformers' Llama4TextConfig: published files say only what differs.
+# Defaults of transformers' Llama4TextConfig: published files only have differences.
 _DEFAULTS: Final = MappingProxyType(
     {
         "attention_chunk_size": 8192,
@@ -61,7 +62,7 @@ def _read_rope_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _check_layer_types(reader: ConfigReader, has_rope: list[bool]) -> None:
-    """Chunks are those of the layers with RoPE: transformers masks by `layer_types` and rotates by `no_rope_layers`."""
+    """Require chunks in RoPE layers: transformers masks by `layer_types`, rotates by `no_rope_layers`."""
     given = reader.optional_texts("layer_types")
     kinds = tuple("chunked_attention" if rotates else "full_attention" for rotates in has_rope)
     if given and given != kinds:
@@ -72,7 +73,7 @@ def _check_layer_types(reader: ConfigReader, has_rope: list[bool]) -> None:
 
 
 def _read_mixers(reader: ConfigReader, sizes: DecoderSizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of a Gqa with RoPE, and of one without. The norm of q and k has no weight and no effect on rotations."""
+    """Fields of a Gqa with RoPE and of one without. The q and k norm has no weight and commutes with RoPE."""
     common = sizes.mixer_fields(reader)
     rope = read_rope(reader, default_theta=_ROPE_THETA)
     is_normed, is_tempered = (reader.flag(name, default=True) for name in ("use_qk_norm", "attn_temperature_tuning"))
@@ -90,7 +91,7 @@ def _read_expert_layers(reader: ConfigReader, num_layers: int) -> set[int]:
 
 
 def _read_moe(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
-    """`intermediate_size` is that of one expert, and of the one that every token goes through."""
+    """`intermediate_size` is the size of one expert, and of the shared expert."""
     num_experts = reader.integer("num_local_experts")
     return {
         "kind": "moe",
@@ -104,7 +105,7 @@ def _read_moe(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
 
 
 def layer_names(canonical: str, foreign: str, layer: LayerSpec, hidden_size: int) -> ForeignTable:
-    """Projections whose neighbouring rows RoPE turns, norms without weights, and MLPs under a name of their own."""
+    """Projections with interleaved RoPE, norms without weights, and MLPs under a name of their own."""
     gqa = layer.mixer
     assert isinstance(gqa, Gqa)
     table: ForeignTable = {f"{canonical}.{norm}": ForeignNames(parts=(), recipe="ones") for norm in gqa.head_norms}
@@ -120,7 +121,10 @@ def layer_names(canonical: str, foreign: str, layer: LayerSpec, hidden_size: int
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Names of transposed matrices of all experts, gate before up; of one matrix an expert where there are such."""
+    """Names of all experts' transposed matrices, gate before up.
+
+    Or of one matrix per expert, if stored so.
+    """
     forward = f"{foreign}.feed_forward"
     table: ForeignTable = {f"{canonical}.router": one(f"{forward}.router.weight")}
     table |= _mlp_names(f"{canonical}.shared", f"{forward}.shared_expert")

@@ -1,4 +1,4 @@
-"""MiniMax-M2: an RMSNorm over all heads of q and of k, part of a head rotated, a sigmoid router, no shared expert."""
+"""MiniMax-M2: RMSNorm over all heads of q and of k, partial RoPE, a sigmoid router, no shared expert."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,7 +15,7 @@ from dflash_trt.core.model.feed_forward import Moe
 _ROPE_THETA = 5000000.0  # transformers' default
 _ONLY_FULL_ATTENTION = 1  # in attn_type_list
 
-# Of MiniMax-01's other layers, of training, and of modules that draft.
+# Keys of MiniMax-01's other layers, of training, and of modules that draft.
 _UNUSED_KEYS = (
     *TRAINING_KEYS,
     "router_jitter_noise",
@@ -65,7 +65,7 @@ def _read_rotary_dim(reader: ConfigReader, head_dim: int) -> int:
 
 
 def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
-    """`intermediate_size` is that of one expert."""
+    """`intermediate_size` is the size of one expert."""
     reader.require("scoring_func", "sigmoid", hint=NOT_IMPLEMENTED)
     reader.require("use_routing_bias", True, hint=NOT_IMPLEMENTED)
     reader.require("shared_intermediate_size", 0, hint=NOT_IMPLEMENTED)
@@ -83,7 +83,10 @@ def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Names of a matrix per expert and projection: w1 gate, w3 up, w2 down; or of transformers' fused tensors."""
+    """Names of a matrix per expert and projection: w1 gate, w3 up, w2 down.
+
+    Or transformers' fused tensors.
+    """
     block = f"{foreign}.block_sparse_moe"
     if f"{foreign}.mlp.experts.gate_up_proj" in stored_names:
         return {

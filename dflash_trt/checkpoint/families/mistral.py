@@ -1,4 +1,4 @@
-"""Mistral: Llama's arithmetic, and one window in every layer or none. Of Mistral 3 the language model alone."""
+"""Mistral: Llama's arithmetic, with one window in every layer or none. Mistral 3: language model only."""
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope, require_dense

@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4: q, k and v are one matrix, gate and up another; RoPE may rotate a part of a head, by LongRoPE.
+"""Phi-3 and Phi-4: q, k and v are one matrix, gate and up another; RoPE may be partial, with LongRoPE.
 
-Of LongRoPE's two tables of factors the short one is implemented: it is that of sequences of up to
-`original_max_position_embeddings` tokens. A sequence that grew past them would need other keys for all of its tokens.
+Only the short one of LongRoPE's two tables of factors is implemented, for sequences of up to
+`original_max_position_embeddings` tokens. A sequence that grew past them would need other keys for all its tokens.
 """
 
 import math
@@ -83,7 +83,7 @@ def _read_default_rope(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _read_longrope(reader: ConfigReader, sizes: DecoderSizes, rotary_dim: int) -> dict[str, Any]:
-    """Fields of a RopeSpec. Cosines and sines are multiplied by sqrt(1 + ln(trained / original) / ln(original))."""
+    """RopeSpec fields. Cosines and sines get the factor sqrt(1 + ln(trained / original) / ln(original))."""
     section, original = rope_section(reader), _original_positions(reader)
     theta = section.optional_number("rope_theta") or reader.optional_number("rope_theta") or _ROPE_THETA
     divisors = section.optional_numbers("short_factor") or ()

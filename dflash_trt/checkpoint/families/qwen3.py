@@ -23,7 +23,7 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
 
 
 def read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
-    """Per-layer windows: `layer_types`, else layers from max_window_layers on when use_sliding_window is true."""
+    """Per-layer windows by `layer_types`, else from max_window_layers on if use_sliding_window is true."""
     window = reader.optional_integer("sliding_window")
     layer_types = read_layer_types(reader, sizes.num_layers)
     max_window_layers = reader.optional_integer("max_window_layers", minimum=0)

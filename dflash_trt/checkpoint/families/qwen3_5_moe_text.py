@@ -17,7 +17,7 @@ FAMILY = Family(
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     read_layers=read_layers,
     expert_names=expert_names,
-    delta_names=delta_names,
+    mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
 )

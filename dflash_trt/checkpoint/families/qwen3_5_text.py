@@ -28,7 +28,7 @@ def delta_names(canonical: str, foreign: str, mixer: GatedDelta, hidden_size: in
 FAMILY = Family(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     read_layers=read_layers,
-    delta_names=delta_names,
+    mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
 )

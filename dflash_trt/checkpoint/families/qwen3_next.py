@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3-Coder-Next: gated delta nets, gated attention in every fourth layer, and a shared expert."""
+"""Qwen3-Next, Qwen3-Coder-Next: gated delta nets, every fourth layer gated attention, a shared expert."""
 
 from collections.abc import Collection
 
@@ -52,7 +52,7 @@ FAMILY = Family(
     architectures=("Qwen3NextForCausalLM",),
     read_layers=read_layers,
     expert_names=expert_names,
-    delta_names=delta_names,
+    mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
 )

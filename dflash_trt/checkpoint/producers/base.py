@@ -19,7 +19,7 @@ from dflash_trt.core.errors import problem
 CONFIG_FILE, SECTION = "config.json", "quantization_config"
 FLOATS = ("F32", "BF16", "F16")
 WORDS = ("I32",)  # four bytes of codes each, little-endian
-_WRAPPER = "language_model."  # where multimodal checkpoints keep their decoder
+_WRAPPER = "language_model."  # prefix of the decoder in multimodal checkpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,10 @@ class StoredField:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFormat:
-    """A weight format in a producer's layout; `fields` are the format's own. `ignored` suffixes say nothing new."""
+    """A weight format in a producer's layout, with the format's `fields`.
+
+    `ignored` suffixes are redundant.
+    """
 
     format: str
     fields: Mapping[str, StoredField]
@@ -47,11 +50,11 @@ class StoredFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The quantization of one checkpoint. `format_of` is given a module, for example `model.layers.0.mlp.down_proj`.
+    """The quantization of one checkpoint. `format_of` takes a module, e.g. `model.layers.0.mlp.down_proj`.
 
     `source` is where it is described, for messages. `kv_scale` is the K/V scale of a layer, `{x}` for k or v.
     `quantizes_transposed`: experts in one tensor [experts, in, out] may be quantized, too. `names_scales_in_full`: a
-    scale of experts in one tensor is `gate_up_proj_weight_scale`, and not `gate_up_proj_scale`.
+    scale of experts in one tensor is `gate_up_proj_weight_scale`, not `gate_up_proj_scale`.
     """
 
     source: str
@@ -64,9 +67,10 @@ class Scheme:
 
 @dataclass(frozen=True, kw_only=True)
 class Producer:
-    """`recognizes` a `quantization_config`. `read(fields, subject, problems)` gives None if `problems` has grown.
+    """`recognizes` a `quantization_config`.
 
-    `subject` names the description for messages; `own_file` is another place for it than config.json.
+    `read(fields, subject, problems)` is None if `problems` has grown. `subject` names the description for messages;
+    `own_file` may have it instead of config.json.
     """
 
     name: str
@@ -84,7 +88,7 @@ def all_producers() -> tuple[Producer, ...]:
 
 
 def description_files() -> list[str]:
-    """Files beside config.json that may describe a quantization."""
+    """Files besides config.json that may describe a quantization."""
     return [producer.own_file for producer in all_producers() if producer.own_file is not None]
 
 
@@ -112,7 +116,7 @@ def require_known_producer(reader: ConfigReader) -> None:
     """Refuse a checkpoint quantized by any other tool; `read_scheme` reads those that are known."""
     section = reader.value(SECTION)
     if section is not None and producer_of(section) is None:
-        expected = f"none, or that of {', '.join(producer.name for producer in all_producers())}"
+        expected = f"none, or one of {', '.join(producer.name for producer in all_producers())}"
         reader.refuse(SECTION, expected=expected, hint="Use the unquantized checkpoint.")
 
 
@@ -162,7 +166,7 @@ def spellings(module: str) -> tuple[str, ...]:
 
 
 def section_of(directory: Path) -> Any:
-    """That of the language model where there are several. The reader of the spec reports a broken or missing file."""
+    """The section of the language model if there are several; the spec's reader reports a bad file."""
     path = directory / CONFIG_FILE
     config = read_json_object(path, label=CONFIG_FILE, problems=[]) if path.is_file() else None
     if config is None:

@@ -164,7 +164,7 @@ def _is_plain(weights: Mapping[str, Any]) -> bool:
 
 
 def _fits(stored: StoredFormat, inputs: Mapping[str, Any]) -> bool:
-    """True if static activations are those of the format."""
+    """True if static activations have the weight format."""
     kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"))
     wanted = {"fp8": ("float", 8, "tensor"), "nvfp4": ("float", 4, "tensor_group")}
     return inputs.get("symmetric", True) is True and kind == wanted.get(stored.format)

@@ -1,4 +1,4 @@
-"""`quant_method: fp8`: blocks of 128 x 128 (DeepSeek, Qwen, MiniMax), or one scale per tensor (AutoFP8).
+"""`quant_method: fp8`: 128 x 128 blocks (DeepSeek, Qwen, MiniMax), or a scale per tensor (AutoFP8).
 
 `fbgemm_fp8` (Meta's Llama 3.1): a scale for each row, and activations that are quantized token by token.
 """

@@ -47,7 +47,10 @@ def recognizes(section: Mapping[str, Any]) -> bool:
 
 
 def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme | None:
-    """`quantized_layers` are the modules of a mixed-precision checkpoint; else `quant_algo` is that of all but some."""
+    """`quantized_layers` list the modules of mixed precision.
+
+    Else `quant_algo` covers all but some modules.
+    """
     section = fields.get("quantization", fields)
     if not isinstance(section, dict):
         problems.append(problem(subject, expected="a JSON object", found=shown(section), hint=_OTHER_EXPORT))
@@ -125,13 +128,13 @@ def _kv_algorithm(section: Mapping[str, Any]) -> Any:
 
 
 def _names_in_lists(module: str) -> tuple[str, ...]:
-    """Of a module; experts in one tensor are listed as the module that holds both of their tensors."""
+    """Names of a module in lists; stacked experts are listed as the module that holds both their tensors."""
     owner, _, _ = module.rpartition(".")
     return (*spellings(module), *(spellings(owner) if owner.endswith(".experts") else ()))
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """True of names that one of fnmatch's patterns matches. There are thousands of both, so each is not tried alone."""
+    """True for names that an fnmatch pattern matches. One regex for all: there are thousands of both."""
     whole = frozenset(patterns)
     wild = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns if _WILD.search(pattern)) or r"(?!)")
     return lambda name: name in whole or wild.match(name) is not None

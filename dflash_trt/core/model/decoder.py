@@ -2,23 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Scale, Size
-from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mixer import Mixer
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import LayerState, SharedKv
+from dflash_trt.core.state_spec import LayerState
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 MAX_LAYERS = 1000
+
+_M = TypeVar("_M", bound=Mixer)
 
 LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
@@ -26,9 +28,10 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 class LayerSpec(Frozen):
     """Norm, mixer, residual, norm, feed-forward, residual.
 
-    `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma). `has_output_scale`:
-    the sum after the layer is multiplied by a number (Gemma 4). `per_layer_size`: before that, a part of so many
-    features of the token's per-layer embedding, gated by the sum, is projected, normed and added (PerLayerEmbedding).
+    With `has_post_norms`, the outputs of mixer and feed-forward are normed, too, before they are added (Gemma). With
+    `has_output_scale`, the layer's output is multiplied by a number (Gemma 4). With `per_layer_size`, that many
+    features of the token's per-layer embedding, gated by the output, are projected, normed and added before that
+    (PerLayerEmbedding).
     """
 
     mixer: Annotated[Gqa | Mla | GatedDelta, Field(discriminator="kind")]
@@ -37,8 +40,8 @@ class LayerSpec(Frozen):
     has_output_scale: bool = False
     per_layer_size: Size | None = None
 
-    def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
-        """`owns_kv`: see `Gqa.weights`."""
+    def weights(self, prefix: str, hidden_size: int, *, mixer: WeightTable | None = None) -> WeightTable:
+        """`mixer`: weights of the mixer, if not all of them are the layer's own."""
         names = (
             "attention_norm",
             "mlp_norm",
@@ -51,10 +54,7 @@ class LayerSpec(Frozen):
             norms[f"{prefix}.per_layer_gate"] = WeightSpec(shape=(self.per_layer_size, hidden_size))
             norms[f"{prefix}.per_layer_projection"] = WeightSpec(shape=(hidden_size, self.per_layer_size))
             norms[f"{prefix}.per_layer_norm"] = WeightSpec(shape=(hidden_size,))
-        if isinstance(self.mixer, Gqa):
-            mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
-        else:
-            mixer = self.mixer.weights(prefix, hidden_size)
+        mixer = self.mixer.weights(prefix, hidden_size) if mixer is None else mixer
         return norms | mixer | self.feed_forward.weights(prefix, hidden_size)
 
     @property
@@ -64,12 +64,13 @@ class LayerSpec(Frozen):
 
     @property
     def replicated_sizes(self) -> dict[str, int]:
-        """See `Gqa.replicated_sizes`."""
+        """See `Mixer.replicated_sizes`."""
         return self.mixer.replicated_sizes
 
-    def shard(self, mapping: Mapping) -> "LayerSpec":
-        """One rank's shard of the layer."""
-        return self.model_copy(update={"mixer": self.mixer.shard(mapping)})
+    @property
+    def moe(self) -> Moe | None:
+        """The feed-forward, if it is a mixture of experts."""
+        return self.feed_forward if isinstance(self.feed_forward, Moe) else None
 
 
 class PerLayerEmbedding(Frozen):
@@ -92,7 +93,7 @@ class PerLayerEmbedding(Frozen):
 
 
 class DecoderSpec(Frozen):
-    """Fields that a target and a drafter share. Sizes are those of the whole model, before sharding."""
+    """Fields that a target and a drafter share. Sizes count the whole model, before sharding."""
 
     role: ClassVar[str]
 
@@ -116,51 +117,65 @@ class DecoderSpec(Frozen):
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """Distinct rotary embeddings, in the order of the layers."""
-        mixers = [layer.mixer for layer in self.layers]
-        return tuple(dict.fromkeys(mixer.rotary for mixer in mixers if not isinstance(mixer, GatedDelta)))
+        rotaries = (layer.mixer.rotary for layer in self.layers)
+        return tuple(dict.fromkeys(rotary for rotary in rotaries if rotary is not None))
 
     @property
     def attentions(self) -> tuple[Gqa, ...]:
-        """Mixers of the layers that attend over K and V, in their order: all layers of a drafter."""
-        return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, Gqa))
+        """How the layers that attend over K and V do so, in their order: all layers of a drafter."""
+        return tuple(gqa for layer in self.layers if (gqa := layer.mixer.attends_as) is not None)
 
     @property
     def latents(self) -> tuple[Mla, ...]:
         """Mixers of the layers that attend over latents, in their order."""
-        return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, Mla))
+        return self._mixers(Mla)
+
+    @property
+    def delta_nets(self) -> tuple[GatedDelta, ...]:
+        """Mixers of the layers with a gated delta net, in their order."""
+        return self._mixers(GatedDelta)
+
+    def _mixers(self, kind: type[_M]) -> tuple[_M, ...]:
+        return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, kind))
+
+    @property
+    def moes(self) -> tuple[Moe, ...]:
+        """Feed-forwards of the layers with experts, in their order."""
+        return tuple(moe for layer in self.layers if (moe := layer.moe) is not None)
 
     @property
     def is_recurrent(self) -> bool:
         """True if some layer's state is no K/V pages."""
-        return any(isinstance(layer.mixer, GatedDelta) for layer in self.layers)
+        return not all(layer.mixer.is_paged for layer in self.layers)
 
     def states(
         self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None, num_records: int = 1
     ) -> tuple[LayerState, ...]:
-        """State of each layer of the whole model; `kv_scales` are for FP8 pages, `num_records` for recurrent states."""
+        """State of each layer of the whole model.
+
+        `kv_scales` are for FP8 pages, `num_records` for recurrent states.
+        """
         scales = kv_scales or (None,) * self.num_layers
 
         def state(i: int) -> LayerState:
             mixer = self.layers[i].mixer
-            if isinstance(mixer, GatedDelta):
-                return mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
-            if isinstance(mixer, Mla):
-                return mixer.state(f"{self.role}_kv.{i}", dtype, scales[i])
-            owner = i if mixer.shares_kv_with is None else mixer.shares_kv_with
-            pages = mixer.state(f"{self.role}_kv.{owner}", dtype, scales[owner], window=self._kept_window(owner))
-            return pages if owner == i else SharedKv(name=f"{self.role}_kv.{i}", source=pages)
+            owner, prefix = mixer.state_owner(i), f"{self.role}_{'kv' if mixer.is_paged else 'state'}"
+            return mixer.state(
+                f"{prefix}.{i}",
+                dtype,
+                scales[owner],
+                window=self._kept_window(owner),
+                num_records=num_records,
+                owner=None if owner == i else f"{prefix}.{owner}",
+            )
 
         assert len(scales) == self.num_layers
         return tuple(state(i) for i in range(self.num_layers))
 
     def _kept_window(self, owner: int) -> int | None:
-        """The window that the pages of a layer keep: the largest of those that read them, None if one reads all."""
-        readers = [
-            mixer.mask.span
-            for i, layer in enumerate(self.layers)
-            if isinstance(mixer := layer.mixer, Gqa) and owner in (i, mixer.shares_kv_with)
-        ]
-        return largest_window(readers)
+        """The window that a layer's pages keep: the largest among its readers, None if one reads everything."""
+        readers = [layer.mixer for i, layer in enumerate(self.layers) if layer.mixer.state_owner(i) == owner]
+        return largest_window([mixer.mask.span for mixer in readers])
 
 
 def largest_window(windows: Sequence[int | None]) -> int | None:
@@ -195,10 +210,6 @@ class TargetSpec(DecoderSpec):
         if any(token_id >= vocab_size for token_id in (ids if isinstance(ids, tuple) else (ids or 0,))):
             raise ValueError(f"ids below vocab_size {vocab_size}")
         return ids
-
-    @property
-    def num_expert_layers(self) -> int:
-        return sum(isinstance(layer.feed_forward, Moe) for layer in self.layers)
 
     def weights(self) -> WeightTable:
         """Canonical names of the target: `target.*`."""

@@ -1,4 +1,4 @@
-"""What DFlash2 adds to a DFlash drafter: convolutions over a draft block, and a walk that selects among candidates."""
+"""DFlash2's additions to a DFlash drafter: convolutions over a draft block, and a candidate selector."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ class BlockConv(Frozen):
     group_size: Size
 
     def num_coefficients(self, hidden_size: int) -> int:
-        """Of a slot and one side."""
+        """Coefficients of a slot on one side."""
         return self.kernel_size * (hidden_size // self.group_size)
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:

@@ -16,21 +16,20 @@ from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
 
 _MAX_BLOCK_SIZE = 1024
-# Of the target's distribution little is behind the likeliest tokens of the drafter's: docs/benchmarks.md has more and
-# fewer of them.
-_NUM_CHOICES = 32
+# The target rarely samples beyond the drafter's most likely tokens: docs/benchmarks.md compares other numbers.
+_DRAFT_TOPK = 32
 
 
 class DraftSpec(DecoderSpec):
-    """A drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum after it,
-    which for the last layer is the input of the final norm.
+    """A drafter. `target_layer_ids` are 0-based and name the *output* of a target layer.
+
+    That is the residual sum after the layer; for the last layer it is the input of the final norm.
 
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
     `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
-    are what DFlash2 adds; EAGLE-3 is a `chain`, which has no mask token. An embedding of the target's is scaled as the
-    target scales it, and by `input_embedding_scale`, but for a chain, which norms it; `logit_softcap` is as in
-    TargetSpec.
+    are DFlash2's additions; EAGLE-3 is a `chain`, which has no mask token. The target's embedding is scaled as in the
+    target, and by `input_embedding_scale`, except for a chain, which norms it; `logit_softcap` is as in TargetSpec.
     """
 
     role: ClassVar[str] = "draft"
@@ -90,11 +89,11 @@ class DraftSpec(DecoderSpec):
         return self.mask_token_id
 
     @property
-    def num_choices(self) -> int:
-        """C: the most likely tokens that a draft is drawn from, where it is drawn apart from the target's sample."""
+    def draft_topk(self) -> int:
+        """C: top-C candidates kept per draft for rejection sampling."""
         if self.selector is not None:
             return self.selector.top_k
-        return min(_NUM_CHOICES, self.draft_vocab_size or self.target_vocab_size)
+        return min(_DRAFT_TOPK, self.draft_vocab_size or self.target_vocab_size)
 
     @property
     def max_draft_len(self) -> int:
@@ -104,7 +103,7 @@ class DraftSpec(DecoderSpec):
     def states(
         self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None, num_records: int = 1
     ) -> tuple[LayerState, ...]:
-        """As of any decoder; a chain's features are behind those of its layer."""
+        """Layer states as of any decoder; the features of a chain follow its layer's."""
         states = super().states(dtype=dtype, kv_scales=kv_scales, num_records=num_records)
         if self.chain is None:
             return states
@@ -120,20 +119,24 @@ class DraftSpec(DecoderSpec):
         Layers with a window keep what it counts from. Others get one before the anchor, and see all of the block.
         """
 
-        def narrowed(layer: LayerSpec) -> LayerSpec:
-            assert isinstance(layer.mixer, Gqa), "all layers of a drafter attend over K and V"
-            mask = layer.mixer.mask
+        def narrowed(layer: LayerSpec, gqa: Gqa) -> LayerSpec:
+            mask = gqa.mask
             fields = {"window": window, "is_window_anchored": mask.is_window_anchored or mask.window is None}
             if mask.window is not None and mask.window <= window:
                 return layer
-            mixer = layer.mixer.model_copy(update={"mask": mask.model_copy(update=fields)})
+            mixer = gqa.model_copy(update={"mask": mask.model_copy(update=fields)})
             return layer.model_copy(update={"mixer": mixer})
 
-        return self.model_copy(update={"layers": tuple(map(narrowed, self.layers))})
+        return self.model_copy(update={"layers": tuple(map(narrowed, self.layers, self.attentions))})
 
     def num_passes(self, num_draft_tokens: int) -> int:
         """Passes of the drafter's layers in a step: one over a block, or one for each draft of a chain."""
-        return 1 if self.chain is None else num_draft_tokens
+        return min(1, num_draft_tokens) if self.chain is None else num_draft_tokens
+
+    def computed_slots(self, num_draft_tokens: int) -> int:
+        """Slots of a request that these passes compute: a block, or pass j of a chain j slots."""
+        slots = self.num_passes(num_draft_tokens) * (num_draft_tokens + 1)
+        return slots if self.chain is None else slots // 2
 
     @property
     def kv_sizes(self) -> tuple[int, ...]:
@@ -156,8 +159,9 @@ class DraftSpec(DecoderSpec):
         }
         if any(gqa.has_qkv_bias for gqa in self.attentions):
             table["draft.kv_bias"] = row_sharded((sum(kv_sizes),), kv_sizes, units)
-        for i, layer in enumerate(self.layers):
-            table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
+        for i, (layer, gqa) in enumerate(zip(self.layers, self.attentions, strict=True)):
+            prefix = f"draft.layers.{i}"
+            table |= layer.weights(prefix, hidden, mixer=gqa.weights(prefix, hidden, owns_kv=False))
             if self.conv is not None:
                 for sublayer in ("attention", "mlp"):
                     table |= self.conv.weights(f"draft.layers.{i}.{sublayer}_conv", hidden)

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 drafter has beside its one decoder layer, whose attention reads a token and a feature at once."""
+"""EAGLE-3's additions to its one decoder layer, whose attention reads a token and a feature at once."""
 
 from typing import Literal
 
@@ -11,14 +11,14 @@ MAX_CHAIN = 64
 
 
 class EagleChain(Frozen):
-    """A chain of drafts, each from the feature that the pass before it left.
+    """A chain of drafts, each from the feature that the previous pass computed.
 
-    A feature is a projection of the taps, or behind the first draft the layer's output. The row of a token has the
-    feature of the token before it.
+    A feature is a projection of the taps; after the first draft it is the layer's output. The row of a token has the
+    feature of the previous token.
 
-    `fc_norm`: RMSNorm of the taps before their projection, over all of them at once or over each (EAGLE-3.1).
-    `has_normed_residual`: the residual of attention is the normed feature. `has_normed_features`: a feature that the
-    layer makes is normed as its logits' input is (EAGLE-3.1).
+    `fc_norm` is the RMSNorm of the taps before their projection, over all of them at once or over each (EAGLE-3.1).
+    With `has_normed_residual`, the residual of attention is the normed feature. With `has_normed_features`, features
+    made by the layer are normed like the input of its logits (EAGLE-3.1).
     """
 
     fc_norm: FcNorm = "none"

@@ -5,12 +5,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.frozen import Frozen, Scale, Size
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 NumExperts = Annotated[int, Field(ge=1, le=4096)]
 
 
-# Of `Moe.has_own_norms`; the MLP of every token reads the layer's own norm before its feed-forward.
+# Norms of `Moe.has_own_norms`; the dense MLP reads the layer's own norm before its feed-forward.
 OWN_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
 
 
@@ -26,6 +27,12 @@ class Dense(Frozen):
     def sharded_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by name."""
         return {"intermediate_size": self.intermediate_size}
+
+    def moved_features(self, hidden_size: int, mapping: Mapping) -> int:
+        """Elements per token that a rank writes and reads once between input and output."""
+        return 3 * (self.intermediate_size // mapping.tp_size)
+
+    held_features = moved_features  # at once, between input and output
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
         ffn = self.intermediate_size
@@ -43,27 +50,27 @@ class Moe(Frozen):
     """A mixture of experts.
 
     `routing` "softmax_top_k": softmax over all experts in float32, then the top k, divided by their sum if
-    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those. "scaled_softmax_top_k": like
+    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over them. "scaled_softmax_top_k": like
     "softmax_top_k", then each multiplied by a number of the expert (Gemma 4). "sigmoid_top_k": the top k of
-    sigmoid(logit), weighed by these, divided by their sum if `normalizes_top_k`, times `routing_scale` (DeepSeek-V3).
-    With `has_choice_bias`, a bias of each expert is added for the choice alone. Of `num_groups` of adjacent experts
-    only the `num_chosen_groups` with the largest sum of their two best scores are chosen from.
+    sigmoid(logit), used as weights, divided by their sum if `normalizes_top_k`, times `routing_scale` (DeepSeek-V3).
+    With `has_choice_bias`, a bias per expert is added for the choice only. With `num_groups` groups of adjacent
+    experts, only the `num_chosen_groups` with the largest sum of their two best scores are chosen from.
 
-    With `scales_inputs` the weights multiply what an expert reads, and its results are summed as they are (Llama 4).
+    With `scales_inputs` the weights multiply the experts' inputs, and their results are summed unweighted (Llama 4).
 
-    `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
-    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+    `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then gate *
+    sigmoid(alpha * gate) * (up + 1) (gpt-oss).
 
-    `shared_size` is the intermediate size of an MLP that every token goes through beside the experts, multiplied by
-    the sigmoid of a gate of the token if `has_shared_gate` (Qwen3-Next). With `has_own_norms`, this MLP, the experts
-    and the router each read the layer's sum through a norm of their own, and what MLP and experts give is normed before
-    it is added (Gemma 4). What the router reads is then multiplied by `router_input_scale`.
+    `shared_size` is the intermediate size of an MLP that every token goes through in addition to the experts,
+    multiplied by the sigmoid of a gate of the token if `has_shared_gate` (Qwen3-Next). With `has_own_norms`, this MLP,
+    the experts and the router each read the layer's input through a norm of their own, and the outputs of MLP and
+    experts are normed before they are added (Gemma 4). The router's input is then multiplied by `router_input_scale`.
     """
 
     kind: Literal["moe"] = "moe"
     num_experts: NumExperts
     num_experts_per_token: NumExperts
-    intermediate_size: Size  # of one expert
+    intermediate_size: Size  # per expert
     routing: Literal["softmax_top_k", "top_k_softmax", "scaled_softmax_top_k", "sigmoid_top_k"]
     normalizes_top_k: bool = False
     routing_scale: Scale = 1.0  # sigmoid_top_k
@@ -74,7 +81,7 @@ class Moe(Frozen):
     activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
     limit: Scale | None = None  # clamped_swiglu
     alpha: Scale | None = None  # clamped_swiglu
-    has_bias: bool = False  # of the router and of the experts
+    has_bias: bool = False  # for the router and the experts
     shared_size: Size | None = None
     has_shared_gate: bool = False
     has_own_norms: bool = False
@@ -97,14 +104,37 @@ class Moe(Frozen):
             raise ValueError(f"num_groups of equal sizes, 2 experts at least (not {self.num_groups})")
         if self.num_chosen_groups > self.num_groups or self.num_chosen_groups * per_group < self.num_experts_per_token:
             raise ValueError(f"num_chosen_groups that hold num_experts_per_token (not {self.num_chosen_groups})")
+        if self.shared_size is not None and self.activation == "clamped_swiglu":
+            raise ValueError("activation silu or gelu_tanh, as shared_size is given")
         if self.has_own_norms and (self.shared_size is None or self.has_shared_gate):
             raise ValueError("shared_size without has_shared_gate, as has_own_norms is true")
         return self
 
     @property
+    def shared(self) -> Dense | None:
+        """The MLP that every token goes through in addition."""
+        if self.shared_size is None:
+            return None
+        assert self.activation != "clamped_swiglu", "refused by `_check`"
+        return Dense(intermediate_size=self.shared_size, activation=self.activation)
+
+    @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Of the shared expert alone: `Mapping.ep_size` divides `num_experts`, `Mapping.moe_tp_size` their own size."""
+        """Size of the shared expert; `Mapping.ep_size` divides `num_experts`, `moe_tp_size` their own size."""
         return {} if self.shared_size is None else {"shared_size": self.shared_size}
+
+    def moved_features(self, hidden_size: int, mapping: Mapping) -> int:
+        """See `Dense`."""
+        return hidden_size + self.num_experts + self._chosen_features(hidden_size, mapping)
+
+    def held_features(self, hidden_size: int, mapping: Mapping) -> int:
+        """See `Dense`."""
+        of_shared = 3 * (self.shared_size or 0) // mapping.tp_size
+        sums = (self.shared_size is not None) + 2 * self.has_own_norms
+        return self.num_experts + max(self._chosen_features(hidden_size, mapping), of_shared) + sums * hidden_size
+
+    def _chosen_features(self, hidden_size: int, mapping: Mapping) -> int:
+        return self.num_experts_per_token * (self.intermediate_size // mapping.moe_tp_size + hidden_size)
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
         """Experts are stacked along axis 0, gate rows above up rows."""
@@ -128,8 +158,8 @@ class Moe(Frozen):
             }
         if self.has_choice_bias:
             table[f"{prefix}.router_choice_bias"] = WeightSpec(shape=(experts,), is_float32=True)
-        if self.shared_size is not None:
-            table |= Dense(intermediate_size=self.shared_size).weights(f"{prefix}.shared", hidden_size)
+        if self.shared is not None:
+            table |= self.shared.weights(f"{prefix}.shared", hidden_size)
         if self.has_shared_gate:
             table[f"{prefix}.shared_gate"] = WeightSpec(shape=(1, hidden_size))
         if self.routing == "scaled_softmax_top_k":

@@ -7,19 +7,21 @@ from pydantic import Field, ValidationInfo, field_validator
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import Frozen, Scale, Size
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.mixer import Mixer, MixerFlops
 from dflash_trt.core.model.rope import RopeSpec, Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.state_spec import PagedKv, SharedKv
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 
 class AttentionMask(Frozen):
     """Keys that a query sees.
 
-    `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is
-    not causal also asks key_position - query_position < window (Hugging Face's convention).
+    `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is not
+    causal also asks key_position - query_position < window (Hugging Face's convention).
 
-    With `chunk`, a key is visible to the queries of its own chunk of so many positions, counted from 0 (Llama 4).
+    With `chunk`, positions are split into chunks of that size, counted from 0, and a key is visible only to queries of
+    its own chunk (Llama 4).
 
     `is_window_anchored`, in a drafter: every slot of a block sees the last `window` tokens before the anchor and the
     whole block (Speculators' convention). Positions before `first_key` are hidden from a drafter's slots: the first
@@ -46,17 +48,17 @@ class QueryTemperature(Frozen):
     scale: Scale
 
 
-class Gqa(Frozen):
-    """Grouped-query attention of one layer. Sizes are those of the whole model, before sharding.
+class Gqa(Mixer):
+    """Grouped-query attention of one layer.
 
-    RoPE rotates the first `rotary_dim` of a head's dimensions (None: all). With `has_output_gate`, a query head comes
-    with a gate of its size, whose sigmoid multiplies what the head attends (Qwen3-Next).
+    RoPE rotates the first `rotary_dim` dimensions of a head; None means all. With `has_output_gate`, a query head comes
+    with a gate of its size, whose sigmoid multiplies the head's output (Qwen3-Next).
 
     `temperature` then scales the queries. `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then
     turns a score s into c * tanh(s / c) (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE;
     `has_joint_qk_norm`: over all heads of q and all of k (MiniMax-M2). `has_sinks`: the softmax of a head has one more
     logit, without a value (gpt-oss). `has_v_norm`: an RMSNorm without a weight over each head of v. Without
-    `has_v_proj`, v is what k is before its norm and rotation (Gemma 4).
+    `has_v_proj`, v is k before its norm and rotation (Gemma 4).
 
     A layer that `shares_kv_with` an earlier one attends over the pages of that layer, and has no K and V of its own.
     """
@@ -103,7 +105,7 @@ class Gqa(Frozen):
 
     @property
     def q_rows(self) -> int:
-        """Rows of the projection of q: each head's, and where it has one its gate's behind them."""
+        """Rows of the projection of q: per head, q and then its gate, if it has one."""
         return 2 * self.q_size if self.has_output_gate else self.q_size
 
     @property
@@ -112,8 +114,12 @@ class Gqa(Frozen):
 
     @property
     def projections(self) -> Literal["qkv", "qk", "q"]:
-        """Of the layer's own K and V, as one matrix."""
+        """The projections of the layer, with its own K and V if any, as one matrix."""
         return "q" if self.shares_kv_with is not None else "qkv" if self.has_v_proj else "qk"
+
+    @property
+    def attends_as(self) -> "Gqa":
+        return self
 
     @property
     def rotary(self) -> Rotary:
@@ -130,12 +136,10 @@ class Gqa(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by name: whole heads, not their rows."""
-        return {"num_heads": self.num_heads}
+        return {"num_heads": self.num_heads}  # whole heads, not their rows
 
     @property
     def replicated_sizes(self) -> dict[str, int]:
-        """Sizes that it divides, or of which it gives each part to several ranks, by name."""
         return {"num_kv_heads": self.num_kv_heads}
 
     def shard(self, mapping: Mapping) -> "Gqa":
@@ -143,21 +147,43 @@ class Gqa(Frozen):
         num_kv_heads = mapping.num_kv_heads_of(self.num_kv_heads)
         return self.model_copy(update={"num_heads": self.num_heads // mapping.tp_size, "num_kv_heads": num_kv_heads})
 
+    def state_owner(self, index: int) -> int:
+        return index if self.shares_kv_with is None else self.shares_kv_with
+
     def state(
-        self, name: str, dtype: FloatDType, scales: LayerKvScales | None, *, window: int | None = None
-    ) -> PagedKv:
-        """Pages of the layer, which keep `window`: FP8 with scales, `dtype` without."""
-        return PagedKv(
-            name=name,
+        self,
+        name: str,
+        dtype: FloatDType,
+        scales: LayerKvScales | None = None,
+        *,
+        window: int | None = None,
+        owner: str | None = None,
+        **_: object,
+    ) -> PagedKv | SharedKv:
+        """Pages of the layer or of its owner, which keep `window`: FP8 with scales, `dtype` without."""
+        pages = PagedKv(
+            name=name if owner is None else owner,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype if scales is None else "float8_e4m3fn",
             scales=scales,
             window=window,
         )
+        return pages if owner is None else SharedKv(name=name, source=pages)
+
+    @property
+    def flops(self) -> tuple[MixerFlops, ...]:
+        return (MixerFlops(per_key=4 * self.q_size),)
+
+    @property
+    def moved_features(self) -> int:
+        return 2 * self.q_rows + 2 * self.kv_size
+
+    def held_features(self, **_: object) -> int:
+        return self.moved_features
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
-        """Canonical weights. Without `owns_kv`, q is alone, because K and V of all layers are one matrix elsewhere."""
+        """Canonical weights. Without `owns_kv` only q: K and V of all layers are one matrix elsewhere."""
         name = self.projections if owns_kv else "q"
         sizes = (self.q_rows, self.kv_size, self.kv_size)[: len(name)]
         units = (1, self.head_dim, self.head_dim)[: len(name)]

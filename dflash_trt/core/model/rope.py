@@ -50,7 +50,7 @@ class RopeSpec(Frozen):
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding of so many dimensions of a head. Equal values share their tables."""
+    """A rotary embedding of `head_dim` dimensions of a head. Equal values share their tables."""
 
     rope: RopeSpec
     head_dim: int

@@ -1,4 +1,4 @@
-"""An engine of several ranks behind one executor: this process is rank 0, the others are its workers.
+"""An engine of several ranks as one executor: this process is rank 0, the others are its workers.
 
 Each step is sent to the workers, run by all ranks at once, and the outcomes are compared. Apart from that only the
 collectives of the network communicate.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.step_plan import StepRows
     from dflash_trt.engine_dir import EngineDir
 
-# Of one collective, and of a worker's answer; a GPU's kernels are compiled in the first steps.
+# Limits of one collective and one answer of a worker; a GPU's kernels are compiled in the first steps.
 TIMEOUTS_S = {"cpu": 300.0, "cuda": 900.0}
 _START_TIMEOUT_S = 120.0  # until a process has imported everything
 _LOAD_TIMEOUT_S = 1800.0  # for weights on a slow disk
@@ -57,21 +57,21 @@ _T = TypeVar("_T")
 class RankedExecutor:
     """Implements EngineExecutor. After a RankError it is closed, and its workers have ended.
 
-    Where steps are queued, on GPUs, a step is queued on every rank at once, and its outcomes are compared when that of
-    the next one is read, so that no rank waits for another one's host. Elsewhere they are compared at once.
+    Where steps are queued, on GPUs, each step is queued on every rank at once, and its outcomes are compared when the
+    next step's are read, so no rank waits for another rank's host. Elsewhere they are compared at once.
 
     The workers end with `close`, with the garbage collection of this object, and with the program.
     """
 
     def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
-        """Made by `open_ranks`. `num_threads` are those of each rank."""
+        """Made by `open_ranks`. `num_threads` counts per rank."""
         self._local = local
         self._num_threads = num_threads
         self._ranks = ranks
         self._workers = workers
         self._own_process = OwnProcess()
         self._sent_rows: StepRows | None = None
-        self._uncompared: deque[Ran] = deque()  # of this rank; the workers' are read or on their way
+        self._uncompared: deque[Ran] = deque()  # this rank's outcomes; the workers' are read or on their way
         self._failure: str | None = None
 
     @property
@@ -143,7 +143,7 @@ class RankedExecutor:
         return self._alike(send_and_run)
 
     def _finish(self, read: Callable[[], _Outcome], *, lateness: int = 0) -> _Outcome:
-        """Read an outcome, and compare all but the last `lateness` with those of the workers."""
+        """Read an outcome, and compare all but the last `lateness` outcomes with the workers'."""
         outcome = self._alike(read)
         self._uncompared.append(Ran(fingerprint=fingerprint(outcome)))
         with self._workers.watched():
@@ -173,7 +173,7 @@ class RankedExecutor:
                 raise
 
     def _failed_reports(self) -> Reports:
-        """Of the order that failed here, or of one before it that failed on a worker."""
+        """Reports on the order that failed here, or on an earlier one that failed on a worker."""
         reports = self._workers.receive(_FAILURE_TIMEOUT_S)
         while self._uncompared and all(report == self._uncompared[0] for report in reports):
             self._uncompared.popleft()
@@ -221,7 +221,7 @@ class _QueuedStep:
 
 
 def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None) -> RankedExecutor:
-    """Start a worker for each rank but 0, and open all shards of the engine. Memory and threads are per rank.
+    """Start a worker for each rank but 0 and open all shards. Memory and threads are per rank.
 
     Raises:
         ConfigError: fewer GPUs than ranks, or a PyTorch without gloo or NCCL.

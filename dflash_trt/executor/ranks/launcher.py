@@ -26,7 +26,7 @@ from dflash_trt.executor.ranks.messages import (
     encoded,
 )
 
-Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
+Reports = Sequence[Report | RankGoneError]  # from ranks 1, 2, ...
 
 _END_TIMEOUT_S = 5.0
 _LOOK_S = 1.0  # polling interval of watched workers

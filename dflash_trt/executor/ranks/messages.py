@@ -109,7 +109,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    fingerprint: bytes  # of the outcome; see `shard.fingerprint`
+    fingerprint: bytes  # hash of the outcome; see `shard.fingerprint`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class Raised:
     reason: str  # the last line of the traceback
     traceback: str
     num_calls: int
-    error_class: type[DFlashError] | None  # of an error that the user can fix
+    error_class: type[DFlashError] | None  # class of an error that the user can fix
 
 
 Report = Awake | Opened | Ran | Raised

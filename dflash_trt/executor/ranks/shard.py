@@ -30,7 +30,7 @@ class ShardOptions:
     num_ranks: int
     store_path: Path  # a new file for the rendezvous
     config: RuntimeConfig
-    timeout_s: float  # of one collective
+    timeout_s: float  # for one collective
     load_timeout_s: float  # until all ranks have loaded their weights
     draft_lens: tuple[int, ...] | None
 
@@ -42,7 +42,7 @@ class ShardExecutor(EngineExecutor, Protocol):
 
 
 def join(options: ShardOptions, rank: int) -> ProcessRanks:
-    """Join the process group, on the GPU of the rank's number. Raises ExchangeError if other ranks do not join."""
+    """Join the process group, on the rank's GPU. Raises ExchangeError if other ranks do not join."""
     device = torch.device("cuda", rank) if options.config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -93,7 +93,7 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
 
 
 def _logprobs(outcome: StepResult, is_valid: Array) -> Iterator[Array]:
-    """Those beside the emitted tokens'."""
+    """Log probabilities other than the emitted tokens'."""
     if outcome.top is not None:
         yield from (np.where(is_valid[:, :, None], part, 0) for part in (outcome.top.token_ids, outcome.top.logprobs))
     if outcome.prompt is not None:

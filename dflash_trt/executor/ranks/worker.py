@@ -72,7 +72,7 @@ def _serve(pipe: Connection[object, Order]) -> None:
 
 
 def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: Answers) -> None:
-    """Follow orders until the last one. A GPU gets the next step while it runs the one before, as that of rank 0."""
+    """Follow orders until the last. A GPU gets the next step while it runs the previous one, as on rank 0."""
     rows: StepRows | None = None
     while isinstance(order := pipe.recv(), RunStep | RunLogits | GoOn):
         if isinstance(order, GoOn):

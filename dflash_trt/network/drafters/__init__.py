@@ -1,1 +1,1 @@
-"""Drafting algorithms: one file each, named as in `DraftSpec.algorithm`, with a `bind` that makes its `Drafter`."""
+"""Drafting algorithms: one file each, named as `DraftSpec.algorithm`; `bind` makes its `Drafter`."""

@@ -1,59 +1,42 @@
-"""DFlash: one pass over a block of masked tokens, conditioned on the target's hidden states through K/V.
+"""DFlash: one pass over a block of masked tokens, which read the target's hidden states as K/V.
 
-Definition: arXiv 2602.06036 and z-lab's reference implementation (PyPI `dflash`). Context K/V depend only on the
-taps, so they are computed once per token, for all layers in one GEMM, and live in pages beside the target's.
+Definition: arXiv 2602.06036 and z-lab's reference implementation (PyPI `dflash`). Context K/V depend only on the taps,
+so they are computed once per token, for all layers in one GEMM, and live in pages next to the target's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, last_of, rope_tables, run_layers
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, T, TokenBlocks
+from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, last_of, rope_tables, run_layers
+from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DFlashDrafter(Generic[T]):
-    """`embedding`, with its scale, and `lm_head` are the target's unless the drafter brings its own."""
+class DFlashDrafter(DrafterWeights[T]):
+    """`embedding_scale` is the target's, too, unless the drafter brings its own embedding."""
 
-    spec: DraftSpec
-    embedding: T
     embedding_scale: float
-    fc: Linear[T]
     context_norm: T
     context_kv: Linear[T]  # [k_0; v_0; k_1; v_1; ...] rows of all layers
-    layers: tuple[Layer[T], ...]  # their [k; v] are slices of context_kv
-    norm: T
-    lm_head: Linear[T]
-    draft_to_target: T | None
-
-    @property
-    def tap_layer_ids(self) -> Sequence[int]:
-        return self.spec.target_layer_ids
+    layers: tuple[DraftLayer[T], ...]  # their [k; v] are slices of context_kv
 
     def observe(
-        self,
-        ops: Ops[T],
-        token_ids: T,
-        taps: Sequence[T],
-        rows: Rows[T],
-        acceptance: Acceptance[T],
-        state: StepState[T],
+        self, ops: Ops[T], token_ids: T, target: TargetRun[T], acceptance: Acceptance[T], state: StepState[T]
     ) -> None:
         """Write the context K/V of the accepted tokens, of all layers. No input layernorm."""
         eps = self.spec.rms_norm_eps
-        fused = ops.rms_norm(ops.linear(ops.concat(taps), self.fc), self.context_norm, eps)
-        ropes = rope_tables(ops, self.layers, rows)
+        fused = ops.rms_norm(ops.linear(ops.concat(target.taps), self.fc), self.context_norm, eps)
+        ropes = rope_tables(ops, self.layers, target.rows)
         destinations = [
-            KvDestination(cache=cache, k_norm=layer.attention.k_norm, eps=eps, rope=ropes[layer.rope_index or 0])
-            for layer, cache in zip(self.layers, state.draft_kv, strict=True)
+            KvDestination(cache=cache, k_norm=layer.mixer.k_norm, eps=eps, rope=rope)
+            for layer, cache, rope in zip(self.layers, state.draft_kv, ropes, strict=True)
         ]
-        ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
+        ops.store_kv(ops.linear(fused, self.context_kv), destinations, target.rows, acceptance.next_context_lens)
 
     def propose(
         self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
@@ -65,13 +48,18 @@ class DFlashDrafter(Generic[T]):
         need it. It is left out of sampled drafts, too, which costs acceptance and changes no distribution.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        outputs = run_layers(ops, self.spec, self.layers, self.embedded(ops, blocks), blocks.rows, state.draft_kv)
-        hidden = last_of(outputs)
-        hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
+        hidden = ops.without_first(self.run_block(ops, blocks, state))
+        hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
         if self.spec.logit_softcap is not None:
             logits = ops.softcap(logits, self.spec.logit_softcap)
-        return ops.draft_tokens(logits, acceptance, self.draft_to_target, num_choices=self.spec.num_choices)
+        return ops.draft_tokens(logits, acceptance, self.draft_to_target, draft_topk=self.spec.draft_topk)
+
+    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T]) -> T:
+        """The output [R*S, H] of the last layer."""
+        # No name keeps the first layer's input: it ends with that layer.
+        outputs = run_layers(ops, self.spec, self.layers, self.embedded(ops, blocks), blocks.rows, state.draft_kv)
+        return last_of(outputs)
 
     def embedded(self, ops: Ops[T], blocks: TokenBlocks[T]) -> T:
         """The input of the first layer."""
@@ -83,21 +71,15 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
     """Raises KeyError on a missing tensor."""
     context_kv = tensors.linear("draft.kv")
     ends = list(accumulate(2 * gqa.shard(tensors.mapping).kv_size for gqa in spec.attentions))
+    kvs = (tensors.rows_of(context_kv, start, stop) for start, stop in zip([0, *ends], ends, strict=False))
     layers = tuple(
-        bind_layer(tensors, spec, i, kv=tensors.rows_of(context_kv, start, stop))
-        for i, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
+        DraftLayer(mixer=bind_attention(spec, tensors, i, kv), **bind_around_mixer(tensors, spec, i))
+        for i, kv in enumerate(kvs)
     )
-    has_own_vocabulary = spec.draft_vocab_size is not None
-    has_own_head = has_own_vocabulary or "draft.lm_head" in tensors.quantized
     return DFlashDrafter(
-        spec=spec,
-        embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
+        **bind_weights(spec, target, tensors),
         embedding_scale=1.0 if spec.has_own_embedding else target.embedding_scale,
-        fc=tensors.linear("draft.fc"),
         context_norm=tensors["draft.context_norm"],
         context_kv=context_kv,
         layers=layers,
-        norm=tensors["draft.norm"],
-        lm_head=tensors.linear("draft.lm_head") if has_own_head else target.lm_head,
-        draft_to_target=tensors["draft.draft_to_target"] if has_own_vocabulary else None,
     )

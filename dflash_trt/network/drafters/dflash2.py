@@ -1,23 +1,21 @@
-"""DFlash2: DFlash with convolutions over the block around every sublayer, and tokens that are selected in a walk.
+"""DFlash2: DFlash with convolutions over the block around every sublayer, and a token selector.
 
 Definition: https://inco.ai/blog/dflash2 and z-lab's reference implementation (PyPI `dflash`). Context rows are not
 convolved, so the context is DFlash's.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
-from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
+from dflash_trt.core.model.dflash2 import CandidateSelector
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.decoder import Layer, TargetWeights, rope_tables
+from dflash_trt.network.decoder import TargetWeights, rope_tables
 from dflash_trt.network.drafters import dflash
-from dflash_trt.network.feed_forward import Mlp, run_mlp
-from dflash_trt.network.mixers.gqa import run_gqa
-from dflash_trt.network.ops import Acceptance, Codebooks, Linear, Ops, Rows, T
+from dflash_trt.network.drafters.base import DraftLayer
+from dflash_trt.network.feed_forward import Mlp
+from dflash_trt.network.ops import Acceptance, Codebooks, Linear, Ops, Rows, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
-from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.rank_tensors import RankTensors, parts_of
 from dflash_trt.network.state import Cache, StepState
 
 
@@ -25,7 +23,7 @@ from dflash_trt.network.state import Cache, StepState
 class ConvWeights(Generic[T]):
     """The two convolutions of a sublayer, whose filters are one projection of its normed input."""
 
-    num_coefficients: int  # of a slot and one side
+    num_coefficients: int  # per slot, on one side
     base_before: T  # [1, taps, H]
     base_after: T
     filter: Linear[T]
@@ -41,9 +39,10 @@ class ConvWeights(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvLayer(Layer[T]):
+class ConvLayer(DraftLayer[T]):
     feeds_norms_to_linears: ClassVar[bool] = False
 
+    feed_forward: Mlp[T]
     attention_conv: ConvWeights[T]
     mlp_conv: ConvWeights[T]
 
@@ -58,8 +57,9 @@ class SelectorWeights(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlash2Drafter(dflash.DFlashDrafter[T]):
-    """Observes as DFlash does. Its `layers` are `ConvLayer`s."""
+    """Observes as DFlash does."""
 
+    layers: tuple[ConvLayer[T], ...]
     selector: SelectorWeights[T]
 
     def propose(
@@ -67,11 +67,8 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
     ) -> Proposal[T]:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = self.embedded(ops, blocks)
-        ropes = rope_tables(ops, self.layers, blocks.rows)
-        for layer, cache in zip(self.layers, state.draft_kv, strict=True):
-            hidden = self._run_layer(ops, layer, hidden, blocks.rows, cache, ropes)
-        hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
+        hidden = ops.without_first(self.run_block(ops, blocks, state))
+        hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         selector = self.selector
         logits = ops.scale(ops.all_gather_vocab(ops.linear(hidden, self.lm_head)), selector.spec.output_multiplier)
         if self.spec.logit_softcap is not None:
@@ -79,46 +76,49 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
         codebooks = Codebooks(predecessor=selector.predecessor, successor=selector.successor, top_k=selector.spec.top_k)
         return ops.select_tokens(logits, ops.linear(hidden, selector.hidden), codebooks, acceptance)
 
-    def _run_layer(
-        self, ops: Ops[T], layer: Layer[T], hidden: T, rows: Rows[T], cache: Cache[T], ropes: Sequence[Any]
-    ) -> T:
+    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T]) -> T:
+        """See `DFlashDrafter`."""
+        hidden = self.embedded(ops, blocks)
+        ropes = rope_tables(ops, self.layers, blocks.rows)
+        for layer, cache, rope in zip(self.layers, state.draft_kv, ropes, strict=True):
+            hidden = self._run_layer(ops, layer, hidden, blocks.rows, cache, rope)
+        return hidden
+
+    def _run_layer(self, ops: Ops[T], layer: ConvLayer[T], hidden: T, rows: Rows[T], cache: Cache[T], rope: Any) -> T:
         """As `network.decoder.run_layers` does, with convolutions around the sublayers."""
-        eps, gqa = self.spec.rms_norm_eps, layer.spec.mixer
-        assert isinstance(layer, ConvLayer) and isinstance(gqa, Gqa) and layer.rope_index is not None
-        assert isinstance(layer.feed_forward, Mlp)
+        eps = self.spec.rms_norm_eps
         x, filters = layer.attention_conv.before(ops, ops.rms_norm(hidden, layer.attention_norm, eps))
-        mixed = run_gqa(ops, gqa, layer.attention, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
+        mixed = layer.mixer.run(ops, x, rows, cache, rope=rope, eps=eps)
         hidden = ops.add(hidden, layer.attention_conv.after(ops, ops.all_reduce(mixed), filters))
         x, filters = layer.mlp_conv.before(ops, ops.rms_norm(hidden, layer.mlp_norm, eps))
-        fed = run_mlp(ops, layer.feed_forward, x, layer.spec.feed_forward.activation)
-        return ops.add(hidden, layer.mlp_conv.after(ops, ops.all_reduce(fed), filters))
+        fed = ops.all_reduce(layer.feed_forward.part(ops, x))
+        return ops.add(hidden, layer.mlp_conv.after(ops, fed, filters))
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlash2Drafter[T]:
     """Raises KeyError on a missing tensor."""
     assert spec.conv is not None and spec.selector is not None
     first = dflash.bind(spec, target, tensors)
-    parts = {item.name: getattr(first, item.name) for item in fields(first)}
-    layers = tuple(_with_convs(layer, spec, spec.conv, tensors, i) for i, layer in enumerate(first.layers))
+    num_coefficients = spec.conv.num_coefficients(spec.hidden_size)
+    layers = tuple(_with_convs(layer, num_coefficients, tensors, i) for i, layer in enumerate(first.layers))
     selector = SelectorWeights(
         spec=spec.selector,
         hidden=tensors.linear("draft.selector.hidden"),
         predecessor=tensors["draft.selector.predecessor.embedding"],
         successor=tensors["draft.selector.successor.embedding"],
     )
-    return DFlash2Drafter(**parts | {"layers": layers}, selector=selector)
+    return DFlash2Drafter(**parts_of(first) | {"layers": layers}, selector=selector)
 
 
-def _with_convs(layer: Layer[T], spec: DraftSpec, conv: BlockConv, tensors: RankTensors[T], index: int) -> ConvLayer[T]:
+def _with_convs(layer: DraftLayer[T], num_coefficients: int, tensors: RankTensors[T], index: int) -> ConvLayer[T]:
     def bound(sublayer: str) -> ConvWeights[T]:
         prefix = f"draft.layers.{index}.{sublayer}_conv"
         base = tensors[f"{prefix}.base"]
         return ConvWeights(
-            num_coefficients=conv.num_coefficients(spec.hidden_size),
+            num_coefficients=num_coefficients,
             base_before=tensors.slice_rows(base, 0, 1),
             base_after=tensors.slice_rows(base, 1, 2),
             filter=tensors.linear(f"{prefix}.filter"),
         )
 
-    parts = {item.name: getattr(layer, item.name) for item in fields(layer)}
-    return ConvLayer(**parts, attention_conv=bound("attention"), mlp_conv=bound("mlp"))
+    return ConvLayer(**parts_of(layer), attention_conv=bound("attention"), mlp_conv=bound("mlp"))

@@ -1,30 +1,27 @@
-"""EAGLE-3 and 3.1: a chain of passes of one decoder layer, each from the token and the feature that the last one made.
+"""EAGLE-3 and 3.1: a chain of passes of one layer, each from the previous pass's token and feature.
 
-Definition: arXiv 2503.01840, SafeAILab's implementation and that of PyPI `speculators`. The row of a token joins its
-embedding and the feature of the token before it, so that K/V of a position depend on the tokens up to it alone, and
-pages can be shared; the first token has no row. A request's first row of a step needs a feature of the step before,
-which pages keep.
+Definition: arXiv 2503.01840, SafeAILab's implementation and PyPI `speculators`. The row of a token joins its embedding
+and the feature of the previous token, so K/V of a position depend only on the tokens up to it, and pages can be shared;
+the first token has no row. A request's first row of a step needs a feature of the previous step, which pages keep.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Generic
+from dataclasses import dataclass
+from typing import ClassVar
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.eagle3 import EagleChain
-from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables
-from dflash_trt.network.feed_forward import run_feed_forward
-from dflash_trt.network.mixers.gqa import run_gqa
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, T, TokenBlocks
+from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, rope_tables
+from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import Cache, StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChainLayer(Layer[T]):
-    """`attention_norm` is that of the embedding."""
+class ChainLayer(DraftLayer[T]):
+    """A decoder layer with two input norms; `attention_norm` is the embedding's."""
 
     feeds_norms_to_linears: ClassVar[bool] = False
 
@@ -32,41 +29,29 @@ class ChainLayer(Layer[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Eagle3Drafter(Generic[T]):
-    """`embedding` and `lm_head` are the target's unless the drafter brings its own."""
+class Eagle3Drafter(DrafterWeights[T]):
+    """A chain over one layer."""
 
-    spec: DraftSpec
     chain: EagleChain
-    embedding: T
     fc_norms: tuple[T, ...]  # none, one for all taps, or one for each
-    fc: Linear[T]
     kv: Linear[T]  # [k; v]: the layer's, for the context
     layer: ChainLayer[T]
-    norm: T
-    lm_head: Linear[T]
-    draft_to_target: T | None
 
     @property
-    def tap_layer_ids(self) -> Sequence[int]:
-        return self.spec.target_layer_ids
+    def layers(self) -> Sequence[ChainLayer[T]]:
+        return (self.layer,)
 
     def observe(
-        self,
-        ops: Ops[T],
-        token_ids: T,
-        taps: Sequence[T],
-        rows: Rows[T],
-        acceptance: Acceptance[T],
-        state: StepState[T],
+        self, ops: Ops[T], token_ids: T, target: TargetRun[T], acceptance: Acceptance[T], state: StepState[T]
     ) -> None:
         """Write the features of the step's tokens, and K/V of the accepted ones."""
         assert state.draft_features is not None
-        before = ops.previous_rows(self._fused(ops, taps), rows, state.draft_features)
+        before = ops.previous_rows(self._fused(ops, target.taps), target.rows, state.draft_features)
         _, x = self._joined(ops, token_ids, before)
-        [cache], [rope] = state.draft_kv, rope_tables(ops, (self.layer,), rows)
-        k_norm = self.layer.attention.k_norm
+        [cache], [rope] = state.draft_kv, rope_tables(ops, self.layers, target.rows)
+        k_norm = self.layer.mixer.k_norm
         destination = KvDestination(cache=cache, k_norm=k_norm, eps=self.spec.rms_norm_eps, rope=rope)
-        ops.store_kv(ops.linear(x, self.kv), [destination], rows, acceptance.next_context_lens)
+        ops.store_kv(ops.linear(x, self.kv), [destination], target.rows, acceptance.next_context_lens)
 
     def propose(
         self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
@@ -85,7 +70,7 @@ class Eagle3Drafter(Generic[T]):
             normed = ops.rms_norm(hidden, self.norm, eps)
             features.append(normed if self.chain.has_normed_features else hidden)
             logits = ops.all_gather_vocab(ops.linear(normed, self.lm_head))
-            options = {"num_choices": self.spec.num_choices, "first_slot": slot + 1}
+            options = {"draft_topk": self.spec.draft_topk, "first_slot": slot + 1}
             drafts.append(ops.draft_tokens(logits, acceptance, self.draft_to_target, **options))
         return joined(ops, drafts)
 
@@ -100,7 +85,7 @@ class Eagle3Drafter(Generic[T]):
         return ops.linear(joined, self.fc)
 
     def _joined(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
-        """The normed features [N, H], and behind the normed embeddings what attention reads [N, 2H]."""
+        """The normed features [N, H], and the input of attention [N, 2H]: normed embeddings, then these."""
         eps = self.spec.rms_norm_eps
         # Unscaled, also of a Gemma target: heads are trained so (`speculators`), and the norm undoes any scale.
         embedded = ops.embedding(self.embedding, token_ids)
@@ -110,39 +95,28 @@ class Eagle3Drafter(Generic[T]):
 
     def _run_layer(self, ops: Ops[T], blocks: TokenBlocks[T], features: T, cache: Cache[T], *, num_slots: int) -> T:
         """The output [R, H] of the last slots."""
-        layer, gqa, eps = self.layer, self.layer.spec.mixer, self.spec.rms_norm_eps
-        assert isinstance(gqa, Gqa)
+        layer, eps = self.layer, self.spec.rms_norm_eps
         normed, x = self._joined(ops, blocks.token_ids, features)
-        [rope] = rope_tables(ops, (layer,), blocks.rows)
-        mixed = ops.all_reduce(run_gqa(ops, gqa, layer.attention, x, blocks.rows, cache, rope=rope, eps=eps))
+        [rope] = rope_tables(ops, self.layers, blocks.rows)
+        mixed = ops.all_reduce(layer.mixer.run(ops, x, blocks.rows, cache, rope=rope, eps=eps))
         hidden = ops.add(normed if self.chain.has_normed_residual else features, mixed)
         hidden = ops.last_slot(hidden, num_slots)
-        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, hidden, layer.mlp_norm, eps)
-        return ops.add(hidden, fed)
+        return ops.add(hidden, layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps))
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> Eagle3Drafter[T]:
     """Raises KeyError on a missing tensor."""
     assert spec.chain is not None
     kv = tensors.linear("draft.kv")
-    layer = bind_layer(tensors, spec, 0, kv=kv)
-    has_own_vocabulary = spec.draft_vocab_size is not None
+    norms = spec.chain.fc_norms(len(spec.target_layer_ids), spec.target_hidden_size)
     return Eagle3Drafter(
-        spec=spec,
+        **bind_weights(spec, target, tensors),
         chain=spec.chain,
-        embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
-        fc_norms=tuple(
-            tensors[name] for name in spec.chain.fc_norms(len(spec.target_layer_ids), spec.target_hidden_size)
-        ),
-        fc=tensors.linear("draft.fc"),
+        fc_norms=tuple(tensors[name] for name in norms),
         kv=kv,
         layer=ChainLayer(
-            **{item.name: getattr(layer, item.name) for item in fields(layer)},
+            mixer=bind_attention(spec, tensors, 0, kv),
             feature_norm=tensors["draft.context_norm"],
+            **bind_around_mixer(tensors, spec, 0),
         ),
-        norm=tensors["draft.norm"],
-        lm_head=tensors.linear("draft.lm_head")
-        if has_own_vocabulary or "draft.lm_head" in tensors.quantized
-        else target.lm_head,
-        draft_to_target=tensors["draft.draft_to_target"] if has_own_vocabulary else None,
     )

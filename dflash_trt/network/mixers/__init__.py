@@ -1,1 +1,1 @@
-"""Sequence mixers: one file a kind, with the weights it needs and its forward pass."""
+"""Sequence mixers: one file a kind, named as the spec's `kind`; `bind` makes its `Mixer`."""

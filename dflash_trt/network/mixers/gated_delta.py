@@ -1,7 +1,7 @@
 """A gated delta net: projections around the recurrence, which is one op."""
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.network.ops import DeltaParameters, Linear, Ops, Rows, T
@@ -13,14 +13,20 @@ from dflash_trt.network.state import RecurrentCache
 class GatedDeltaWeights(Generic[T]):
     """See `GatedDelta.weights`."""
 
+    spec: GatedDelta
     qkvz: Linear[T]
     ba: Linear[T]
     parameters: DeltaParameters[T]
     o: Linear[T]
 
+    def run(self, ops: Ops[T], x: T, rows: Rows[T], cache: RecurrentCache[T], *, rope: Any, eps: float) -> T:
+        qkvz, ba = ops.linear(x, self.qkvz), ops.linear(x, self.ba)
+        return ops.linear(ops.gated_delta(qkvz, ba, self.parameters, rows, cache, self.spec, eps), self.o)
 
-def bind_gated_delta(tensors: RankTensors[T], prefix: str) -> GatedDeltaWeights[T]:
+
+def bind(spec: GatedDelta, tensors: RankTensors[T], prefix: str) -> GatedDeltaWeights[T]:
     return GatedDeltaWeights(
+        spec=spec,
         qkvz=tensors.linear(f"{prefix}.qkvz"),
         ba=tensors.linear(f"{prefix}.ba"),
         parameters=DeltaParameters(
@@ -31,17 +37,3 @@ def bind_gated_delta(tensors: RankTensors[T], prefix: str) -> GatedDeltaWeights[
         ),
         o=tensors.summed_linear(f"{prefix}.o"),
     )
-
-
-def run_gated_delta(
-    ops: Ops[T],
-    spec: GatedDelta,
-    weights: GatedDeltaWeights[T],
-    x: T,  # [N, H], normed
-    rows: Rows[T],
-    cache: RecurrentCache[T],
-    *,
-    eps: float,
-) -> T:  # [N, H], of one rank: to be summed
-    qkvz, ba = ops.linear(x, weights.qkvz), ops.linear(x, weights.ba)
-    return ops.linear(ops.gated_delta(qkvz, ba, weights.parameters, rows, cache, spec, eps), weights.o)

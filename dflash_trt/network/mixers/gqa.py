@@ -12,20 +12,33 @@ from dflash_trt.network.state import Cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GqaWeights(Generic[T]):
-    """`projections` are those of `Gqa.projections` as one matrix, or q and [k; v]. A backend may hold them in a form of
-    its own.
+    """`projections` are `Gqa.projections` as one matrix, or q and [k; v].
+
+    A backend may hold them in a form of its own.
     """
 
+    spec: Gqa
     projections: tuple[Linear[T], ...]
     q_norm: T | None  # [D], or joint [heads * D]
     k_norm: T | None
     sinks: T | None  # [heads]
     o: Linear[T]
 
-    def qkv(self, ops: Ops[T], gqa: Gqa, x: T, rope: Any, eps: float) -> tuple[T, T | None, T | None]:
-        """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D]; all normed where the model does, q and k rotated."""
-        q, *kv = _projected(ops, gqa, self, x)
-        q_norm, k_norm = self.q_norm, self.k_norm
+    def run(self, ops: Ops[T], x: T, rows: Rows[T], cache: Cache[T], *, rope: Any, eps: float) -> T:
+        gqa = self.spec
+        if gqa.has_output_gate:
+            heads, gate = self._gated_qkv(ops, x, rope, eps)
+            attended = ops.sigmoid_mul(ops.attend(*heads, rows, cache, gqa, self.sinks), gate)
+        else:
+            q, k, v = self.qkv(ops, x, rope, eps)
+            queries = q if gqa.temperature is None else ops.tempered(q, rows, gqa.temperature)
+            attended = ops.attend(queries, k, v, rows, cache, gqa, self.sinks)
+        return ops.linear(attended, self.o)
+
+    def qkv(self, ops: Ops[T], x: T, rope: Any, eps: float) -> tuple[T, T | None, T | None]:
+        """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D], normed if the model does, q and k rotated."""
+        gqa, q_norm, k_norm = self.spec, self.q_norm, self.k_norm
+        q, *kv = self._projected(ops, x)
         if gqa.has_joint_qk_norm:
             assert q_norm is not None and k_norm is not None and len(kv) == len("kv")
             q, kv[0] = ops.joint_rms_norm(q, q_norm, eps), ops.joint_rms_norm(kv[0], k_norm, eps)
@@ -35,52 +48,41 @@ class GqaWeights(Generic[T]):
             return queries, None, None
         v = ops.split_heads(kv[-1], gqa.head_dim)
         keys = rotated_heads(ops, kv[0], gqa.head_dim, k_norm, eps, rope)
-        return queries, keys, ops.rms_norm(v, None, eps) if gqa.has_v_norm else v
+        return queries, keys, ops.unweighted_rms_norm(v, eps) if gqa.has_v_norm else v
+
+    def _projected(self, ops: Ops[T], x: T) -> Sequence[T]:
+        gqa = self.spec
+        if len(self.projections) == 1:
+            sizes = (gqa.q_size, gqa.kv_size, gqa.kv_size)[: len(gqa.projections)]
+            out = ops.linear(x, self.projections[0])
+            return [out] if len(sizes) == 1 else ops.split(out, sizes)
+        q, kv = (ops.linear(x, projection) for projection in self.projections)
+        return (q, *ops.split(kv, (gqa.kv_size, gqa.kv_size)))
+
+    def _gated_qkv(self, ops: Ops[T], x: T, rope: Any, eps: float) -> tuple[tuple[T, T, T], T]:
+        """q, k and v as in `qkv`, and the gates [N, heads * D], which follow each head's query."""
+        gqa = self.spec
+        rows, k, v = ops.split(ops.linear(x, self.projections[0]), (gqa.q_rows, gqa.kv_size, gqa.kv_size))
+        q, gate = ops.split(ops.split_heads(rows, 2 * gqa.head_dim), (gqa.head_dim, gqa.head_dim))
+        heads = (
+            _rotated(ops, q, self.q_norm, eps, rope),
+            rotated_heads(ops, k, gqa.head_dim, self.k_norm, eps, rope),
+            ops.split_heads(v, gqa.head_dim),
+        )
+        return heads, ops.merge_heads(gate)
 
 
-def bind_gqa(tensors: RankTensors[T], prefix: str, projections: str, *, kv: Linear[T] | None = None) -> GqaWeights[T]:
-    """`projections` are those of the layer's own matrix; `kv` is the [k; v] of one whose matrix is not its own."""
-    q = tensors.linear(f"{prefix}.{projections if kv is None else 'q'}")
+def bind(spec: Gqa, tensors: RankTensors[T], prefix: str, kv: Linear[T] | None = None) -> GqaWeights[T]:
+    """`kv` is [k; v] if that is no part of the layer's own matrix."""
+    q = tensors.linear(f"{prefix}.{spec.projections if kv is None else 'q'}")
     return GqaWeights(
+        spec=spec,
         projections=(q,) if kv is None else (q, kv),
         q_norm=tensors.find(f"{prefix}.q_norm"),
         k_norm=tensors.find(f"{prefix}.k_norm"),
         sinks=tensors.find(f"{prefix}.sinks"),
         o=tensors.summed_linear(f"{prefix}.o"),
     )
-
-
-def run_gqa(
-    ops: Ops[T],
-    gqa: Gqa,
-    weights: GqaWeights[T],
-    x: T,  # [N, H], normed
-    rows: Rows[T],
-    cache: Cache[T],
-    *,
-    rope: Any,  # of `Ops.rope_table`
-    eps: float,
-) -> T:  # [N, H], of one rank: to be summed
-    if gqa.has_output_gate:
-        heads, gate = _gated_qkv(ops, gqa, weights, x, rope, eps)
-        attended = ops.sigmoid_mul(ops.attend(*heads, rows, cache, gqa, weights.sinks), gate)
-    else:
-        q, k, v = weights.qkv(ops, gqa, x, rope, eps)
-        queries = q if gqa.temperature is None else ops.tempered(q, rows, gqa.temperature)
-        attended = ops.attend(queries, k, v, rows, cache, gqa, weights.sinks)
-    return ops.linear(attended, weights.o)
-
-
-def _gated_qkv(ops: Ops[T], gqa: Gqa, weights: GqaWeights[T], x: T, rope: Any, eps: float) -> tuple[tuple[T, T, T], T]:
-    """q, k and v as of `GqaWeights.qkv`, and the gates [N, heads * D], which stand behind the query of each head."""
-    rows, k, v = ops.split(ops.linear(x, weights.projections[0]), (gqa.q_rows, gqa.kv_size, gqa.kv_size))
-    q, gate = ops.split(ops.split_heads(rows, 2 * gqa.head_dim), (gqa.head_dim, gqa.head_dim))
-    heads = (
-        _rotated(ops, q, weights.q_norm, eps, rope),
-        rotated_heads(ops, k, gqa.head_dim, weights.k_norm, eps, rope),
-        ops.split_heads(v, gqa.head_dim),
-    )
-    return heads, ops.merge_heads(gate)
 
 
 def rotated_heads(ops: Ops[T], x: T, head_dim: int, norm: T | None, eps: float, rope: Any) -> T:
@@ -103,13 +105,3 @@ def rotated_kv(ops: Ops[T], kv: T, layers: Sequence[KvDestination[T]]) -> list[t
         )
         for layer, k, v in zip(layers, parts[::2], parts[1::2], strict=True)
     ]
-
-
-def _projected(ops: Ops[T], gqa: Gqa, weights: GqaWeights[T], x: T) -> Sequence[T]:
-    kv_size = gqa.kv_size
-    if len(weights.projections) == 1:
-        sizes = (gqa.q_size, kv_size, kv_size)[: len(gqa.projections)]
-        out = ops.linear(x, weights.projections[0])
-        return [out] if len(sizes) == 1 else ops.split(out, sizes)
-    q, kv = (ops.linear(x, projection) for projection in weights.projections)
-    return (q, *ops.split(kv, (kv_size, kv_size)))

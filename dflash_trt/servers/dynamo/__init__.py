@@ -1,1 +1,1 @@
-"""The OpenAI API through NVIDIA Dynamo: a worker for its front end, and a supervisor of both on one machine."""
+"""The OpenAI API through NVIDIA Dynamo: a worker, and a supervisor of worker and front end."""

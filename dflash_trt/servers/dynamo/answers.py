@@ -1,4 +1,7 @@
-"""Answers of the front end as clients get them: samples joined to one, with what speculation did at the root."""
+"""The front end's answers as clients get them.
+
+Samples are joined into one answer, with speculation statistics at its root.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of OpenAI requests that Dynamo's front end drops without a word: refused by name, or sent on to the worker.
+"""Request fields that Dynamo's front end drops silently: refused by name, or forwarded to the worker.
 
 The tables know paths and names only; values are checked where they are used.
 """
@@ -22,7 +22,7 @@ RESPONSES: Final = "responses"
 
 ANNOTATION: Final = "dflash-trt:"  # before a JSON object of sampling parameters, among `nvext.annotations`
 STRUCTURED_OUTPUTS: Final = "structured_outputs"
-ENGINE_DATA: Final = "engine_data"  # what a worker tells of a request, among `nvext.extra_fields`
+ENGINE_DATA: Final = "engine_data"  # the worker's per-request report, among `nvext.extra_fields`
 
 # They name a person, a session or a key, and ask for nothing.
 LABELS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -30,7 +30,7 @@ LABELS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cach
 _GRAMMARS: Final = ("json_schema", "regex", "choice", "grammar")
 # Members of vLLM's `structured_outputs`, with the sampling parameters that serve them.
 _STRUCTURED: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-_ANY_OBJECT: Final = {"type": "object"}  # of `structured_outputs.json_object`
+_ANY_OBJECT: Final = {"type": "object"}  # stands for `structured_outputs.json_object`
 _GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", *_GRAMMARS)
 
 _TEXT_PARTS: Final = (None, "text", "refusal", "input_text", "output_text", "reasoning_text")
@@ -76,7 +76,7 @@ def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser
     """`body` of a POST to /v1/`path`.
 
     Raises:
-        RequestError: names every field that nobody would read, and an `n` out of range.
+        RequestError: names every field that nothing would read, and an `n` out of range.
     """
     problems = [*_problems(path, body), *_nvext_problems(body), *_part_problems(body)]
     raise_all(RequestError, "request", problems + ([] if has_tool_call_parser else _tool_problems(body)))
@@ -163,7 +163,10 @@ def _structured(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_size(path: str, body: Mapping[str, Any], *, max_prompt_tokens: int, max_text_bytes: int) -> None:
-    """Raises RequestError: the prompt cannot fit, by its size alone, so the front end need not tokenize it."""
+    """Raise RequestError if the prompt's size alone shows that it cannot fit.
+
+    The front end then need not tokenize it.
+    """
     if path == COMPLETIONS:
         prompts: Any = body.get("prompt")
         is_one = not isinstance(prompts, list) or not any(isinstance(item, str | list) for item in prompts)

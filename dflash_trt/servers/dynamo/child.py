@@ -1,6 +1,6 @@
-"""A process of `dflash-trt serve`: gateway, front end or worker. It ends with the process that started it.
+"""A process of `dflash-trt serve`: gateway, front end or worker. Ends with its parent process.
 
-What it is comes through stdin, which stays open for as long as the supervisor lives.
+Its role comes through stdin, which stays open for as long as the supervisor lives.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Connections of the gateway's clients: their number is limited, and idle ones give way.
 
-A client that has not sent a whole request is idle. So nobody locks others out by opening connections.
+A client that has not sent a whole request is idle, so opening connections cannot lock others out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FULL: Final = "every connection of this server has a request that runs; try aga
 
 
 class Connections:
-    """At most `limit`: a new one takes the place of the one that has been idle for longest, or is answered with 503."""
+    """At most `limit` connections: a new one replaces the longest idle one, or is answered with 503."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -72,5 +72,5 @@ def raise_file_limit() -> int:
 
 
 def max_connections(num_files: int) -> int:
-    """Of clients, each of which may have one to the front end."""
+    """Clients that `num_files` open files allow; each may also need a connection to the front end."""
     return max(1, min(MAX_CONNECTIONS, (num_files - _RESERVED_FILES) // 2))

@@ -1,6 +1,6 @@
-"""The only module that imports Dynamo, whose contract with engines is beta: an engine class, and its front end.
+"""An engine class for Dynamo, and its front end: the only module that imports Dynamo.
 
-Everything else of a worker is in `service.py`, in plain types.
+Dynamo's contract with engines is beta. Everything else about a worker is in `service.py`, in plain types.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None)
 
 
 class DynamoEngine(LLMEngine):
-    """An open engine behind Dynamo's contract. The event loop is Dynamo's, the engine has its own thread."""
+    """An open engine under Dynamo's contract. Dynamo owns the event loop; the engine has its own thread."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Environment of Dynamo's processes on one machine: every socket on loopback, every file below one directory.
+"""Environment of Dynamo's processes on one machine: sockets on loopback, files in one directory.
 
-The names are Dynamo's; what the user has set stays, but for the addresses.
+The names are Dynamo's. Variables that the user has set stay, except addresses.
 """
 
 import os
@@ -12,7 +12,7 @@ _LOG_FILTER = (  # refusals and stops are no errors; the line for each request (
     "error,tower_http=off,dynamo_runtime::component=off,dynamo_runtime::storage=off,"
     "dynamo_llm::http=off,dynamo_llm::kv_router::indexer::recovery=off"
 )
-# Of the first chunk: a request that a worker refuses gets its HTTP status, streaming or not.
+# Wait for the first chunk: a request that a worker refuses gets its HTTP status, streaming or not.
 _ERROR_WINDOW_MS = "60000"
 
 
@@ -38,12 +38,12 @@ def local_environment(state: Path, *, base: Mapping[str, str] | None = None) -> 
 
 
 def event_addresses(state: Path) -> tuple[str, str]:
-    """Where events are sent, and where they are read: sockets of the file system."""
+    """Addresses that events are sent to and read from: Unix sockets."""
     return f"ipc://{state}/events-in", f"ipc://{state}/events-out"
 
 
 def is_registered(state: Path, instance_id: str) -> bool:
-    """True if the front end can send requests to a worker of this id: both its instance and its model are registered.
+    """True if the front end can route to this worker: both its instance and its model are registered.
 
     A worker that was paused for longer than its lease, ten seconds, loses both and never registers again.
     """

@@ -1,4 +1,4 @@
-"""The broker of events from workers to the front end's router: a thread that forwards, on Unix sockets."""
+"""Broker of events from workers to the front end's router: a forwarding thread on Unix sockets."""
 
 import threading
 from typing import Self

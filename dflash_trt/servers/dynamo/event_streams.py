@@ -23,7 +23,7 @@ _ENGINE_DATA: Final = f'"{ENGINE_DATA}"'.encode()
 
 
 class StreamError(Exception):
-    """What ends a stream before its end; `body` is OpenAI's object of an error."""
+    """Ends a stream early; `body` is OpenAI's error object."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         super().__init__(body)
@@ -47,10 +47,10 @@ async def events(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 async def sample_events(chunks: AsyncIterable[bytes], *, keeps_engine_data: bool) -> AsyncGenerator[bytes, None]:
-    """The events of one sample but its [DONE]; only the last one, which tells what speculation did, is read.
+    """The events of one sample without [DONE]; only the last one, with speculation statistics, is parsed.
 
     Raises:
-        StreamError: the front end tells an error, or its stream ends early.
+        StreamError: the front end reports an error, or its stream ends early.
     """
     async for event in events(chunks):
         if event == _DONE:
@@ -66,10 +66,10 @@ async def sample_events(chunks: AsyncIterable[bytes], *, keeps_engine_data: bool
 async def joined_events(
     samples: Sequence[AsyncIterable[bytes]], *, keeps_engine_data: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of all samples as they come, each choice with the index of its sample, and one usage at the end.
+    """The events of all samples as they come, with each choice's sample index, and one usage at the end.
 
     Raises:
-        StreamError: in one of the samples, which ends all.
+        StreamError: raised by one sample; ends all of them.
     """
     queue: asyncio.Queue[tuple[int, bytes | None]] = asyncio.Queue()
 

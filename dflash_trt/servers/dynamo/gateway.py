@@ -63,7 +63,7 @@ async def _serve_until_signal(settings: GatewaySettings) -> None:
 
 @asynccontextmanager
 async def open_gateway(settings: GatewaySettings, *, limit: int) -> AsyncIterator[None]:
-    """A gateway that listens, with at most `limit` connections of clients, and as many requests at the front end."""
+    """A listening gateway with at most `limit` client connections, and as many requests at the front end."""
     gateway = Gateway(settings, limit=limit)
     runner = web.AppRunner(
         make_app(gateway),

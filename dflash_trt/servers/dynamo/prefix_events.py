@@ -1,6 +1,6 @@
-"""The prefix cache told to a router: each cached page is a block that a prompt with these tokens need not compute.
+"""Prefix cache events for a router: each cached page is a block that need not be computed again.
 
-The engine's thread only puts notes into a queue; a thread of this module hashes and publishes them.
+The engine's thread only queues events; a thread of this module hashes and publishes them.
 """
 
 import logging
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 _LOG = logging.getLogger(__name__)
-_PERIOD_S = 0.25  # of the load
+_PERIOD_S = 0.25  # between reports of the load
 
 
 class BlockPublisher(Protocol):

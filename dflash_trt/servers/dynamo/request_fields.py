@@ -17,11 +17,11 @@ _NAMES: Final = frozenset(row.name for row in SAMPLING_FIELDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """A field of the request, at `path`; `api_name` is what clients call it, unless it is the last part of the path.
+    """A request field at `path`; `api_name` is the clients' name for it if not the last part of the path.
 
-    `sampling` names the field of SamplingParams that takes its value. A row whose name SamplingParams has not refuses
-    every value but the neutral ones, at which it asks for nothing. Without `sampling` the front end does the work, if
-    `is_frontends`, or nobody.
+    `sampling` names the SamplingParams field that takes its value. A row whose name SamplingParams does not have
+    refuses every value except the neutral ones, which ask for nothing. Without `sampling` the field belongs to the
+    front end (`is_frontends`), or is not implemented.
     """
 
     path: str
@@ -117,7 +117,7 @@ class Order:
 
 
 def read_request(request: Mapping[str, Any], *, defaults: Mapping[str, Any], max_seq_len: int) -> Order:
-    """`defaults` are sampling parameters of requests that do not say; without max_tokens the context is the limit.
+    """`defaults` fill in sampling parameters; without max_tokens the context length is the limit.
 
     Raises:
         RequestError: every field that is not implemented, or every value out of range.
@@ -143,7 +143,7 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unserved(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and value of each field that asks for what nobody implements."""
+    """Name and value of each field that asks for something not implemented."""
     for group in _GROUPS:
         for key, value in _group(request, group).items():
             path = f"{group}.{key}"
@@ -174,7 +174,7 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _annotated(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `nvext.annotations`: `dflash-trt:{"logit_bias": {"5": -100}}`, in the words of SamplingParams."""
+    """SamplingParams fields in `nvext.annotations`: `dflash-trt:{"logit_bias": {"5": -100}}`."""
     values: dict[str, Any] = {}
     for text in request.get("annotations") or ():
         if not text.startswith(ANNOTATION):

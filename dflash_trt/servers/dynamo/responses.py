@@ -1,4 +1,4 @@
-"""Chunks of an answer in Dynamo's form. The last one has the usage, and what speculation did for this request."""
+"""Chunks of an answer in Dynamo's form. The last one has the usage and the speculation statistics."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.core.request import GenerationOutput
-from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.output_processor import StreamChunk
 
-# What the front end knows; a queue timeout is an error like any other.
+# The reasons that the front end knows; a queue timeout is an error like any other.
 _FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
 
 
@@ -67,7 +67,7 @@ def _ranked(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def _by_token(token: PromptLogprob) -> dict[str, Any]:
-    """The log probability of a token of the prompt, and of the most likely ones there, by token id as text."""
+    """Log probabilities of a prompt token and of its top alternatives, by token id as text."""
     ranks = {str(other["token_id"]): other for other in _ranked(token.top_logprobs)}
     found = {name: {"logprob": other["logprob"], "rank": other["rank"]} for name, other in ranks.items()}
     return {str(token.token_id): {"logprob": token.logprob}} | found

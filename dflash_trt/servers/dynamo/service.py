@@ -1,4 +1,4 @@
-"""An engine of this process as a worker needs it, whatever the front end: requests in, chunks of steps out."""
+"""An engine of this process as a worker needs it, whatever the front end: requests in, chunks out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CPU_MEMORY_FRACTION = 0.5  # for the K/V pages of all replicas
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredLimits:
-    """What a worker registers of its engine; None for pages that are another runtime's."""
+    """Limits that a worker registers for its engine. None means that another runtime owns the pages."""
 
     max_batch_size: int
     max_seq_len: int
@@ -105,7 +105,7 @@ class EngineService:
 
 
 def _cancel_stream(submitting: asyncio.Future[RequestStream]) -> None:
-    """Of a request whose client has left meanwhile."""
+    """Cancel a request whose client has left before the engine took it."""
     if submitting.exception() is None:
         submitting.result().cancel()
 

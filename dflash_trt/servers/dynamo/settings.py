@@ -1,4 +1,4 @@
-"""Settings of a worker, and the model card that a front end reads: tokenizer, chat template and the target's config."""
+"""Settings of a worker, and the model card for front ends: tokenizer, chat template, target's config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class WorkerSettings(Frozen):
-    """One engine behind a front end, with the front end's planes and discovery backend.
+    """One engine and its front end, with the front end's planes and discovery backend.
 
     `num_replicas` share this machine. `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which
     its front end runs. `card` is the directory of the model card (default: the engine's own). The worker writes its
@@ -46,9 +46,9 @@ class WorkerSettings(Frozen):
 
 
 class GatewaySettings(Frozen):
-    """Where clients come, the URL of the front end, and what the engine can take: see PromptReader.
+    """The gateway's address, its front end's URL, and the engine's prompt limits: see PromptReader.
 
-    Without a parser of tool calls, requests with tools are refused.
+    Without a tool call parser, requests with tools are refused.
     """
 
     host: str
@@ -95,7 +95,7 @@ def card_source(engine: EngineDir) -> Path:
 
 
 def shared_card(engine: EngineDir) -> Path:
-    """A directory with an engine's model card, at the same place for all its workers: Dynamo compares the paths.
+    """A directory with an engine's model card, at one path for all its workers: Dynamo compares paths.
 
     It is the tokenizer's, unless the engine has chat template options.
 
@@ -149,7 +149,7 @@ def has_chat_template(card: Path) -> bool:
 
 
 def sampling_defaults(engine: EngineDir) -> dict[str, Any]:
-    """Sampling of requests that do not say: the target's generation_config.json, as other servers do, else OpenAI's."""
+    """Default sampling: the target's generation_config.json, as in other servers, else OpenAI's defaults."""
     path = card_source(engine) / "generation_config.json"
     fields: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -14,7 +14,7 @@ _LOCK = "lock"
 
 @contextmanager
 def state_directory() -> Iterator[Path]:
-    """A directory of this user alone, for the block; first, those of services that were killed are removed.
+    """A private directory that lives as long as the block. First removes directories of killed services.
 
     A service holds a lock in its directory for as long as it lives, also in another container.
     """
@@ -23,7 +23,7 @@ def state_directory() -> Iterator[Path]:
         hidden = Path(name, f".{_LOCK}")
         with hidden.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            hidden.rename(Path(name, _LOCK))  # nobody sees it without its owner
+            hidden.rename(Path(name, _LOCK))  # no other process sees it without an owner
             yield Path(name)
 
 

@@ -48,7 +48,7 @@ class ServiceError(DFlashError):
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What to start. Worker i has `gpus[i]`, if there are any, and serves its metrics at `first_metrics_port` + i.
+    """Processes to start. Worker i runs on `gpus[i]`, if any; its metrics are on `first_metrics_port` + i.
 
     The processes write to `log_file`, by default to standard error.
     """
@@ -106,7 +106,7 @@ class _Child:
 
     @property
     def instance_id(self) -> str | None:
-        """Of a worker that serves."""
+        """Instance id of a worker that serves; None before it registers."""
         if self.id_file is None or not self.id_file.is_file():
             return None
         return self.id_file.read_text() or None
@@ -134,7 +134,7 @@ class _Child:
 
 
 class Supervisor:
-    """A context manager that starts the processes, and ends them all with its block. `log` is told what happens."""
+    """A context manager that starts the processes and ends them all with its block. `log` gets its events."""
 
     def __init__(self, service: Service, log: Callable[[str], None]) -> None:
         self._service = service
@@ -315,14 +315,14 @@ def _get(url: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now."""
+    """A free loopback port."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def visible_gpus(indices: Sequence[int], environment: dict[str, str]) -> list[str]:
-    """GPUs counted among those that CUDA_VISIBLE_DEVICES lists, if it lists any; raises ConfigError beyond them."""
+    """GPUs by index into CUDA_VISIBLE_DEVICES, if it is set; raises ConfigError for indices beyond it."""
     listed = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not listed:
         return [*map(str, indices)]

@@ -31,7 +31,7 @@ def check_numpy(version: str, *, accepts_numpy_2: bool = False) -> None:
 
 
 def explained(error: ImportError, prefix: str = sys.prefix, running: str = platform.python_version()) -> Exception:
-    """`error`, or its cause: a standard library of another Python than the libpython that the server loaded."""
+    """`error`, or its cause: the server's libpython is another Python version than the environment's."""
     made_with = _version_of_environment(Path(prefix))
     if made_with is None or made_with == running:
         return error
@@ -78,7 +78,7 @@ def check_gpus_of_ranks(gpus: Sequence[int], num_ranks: int) -> None:
 
 
 def select_gpus(gpus: Sequence[int], environment: MutableMapping[str, str] | None = None) -> None:
-    """Leave this process and its children only the GPUs of its instance; called before anything looks for GPUs.
+    """Show this process and its children only its instance's GPUs. Call before anything looks for GPUs.
 
     Triton counts the devices it can see itself, so an inherited CUDA_VISIBLE_DEVICES is indexed, not replaced.
     """

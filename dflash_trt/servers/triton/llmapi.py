@@ -1,6 +1,6 @@
-"""The model repository of TensorRT-LLM's own Triton model, `llmapi`, for an engine of backend tensorrt_llm.
+"""The model repository of `llmapi`, TensorRT-LLM's own Triton model, for a tensorrt_llm engine.
 
-NVIDIA's files are copied as they are from where the user has them; ours is model.yaml, with the engine's arguments.
+NVIDIA's files are copied unchanged from the user's copy; model.yaml, with the engine's arguments, is ours.
 """
 
 import shutil
@@ -23,7 +23,7 @@ _MODEL_YAML: Final = f"{_VERSION}/model.yaml"
 
 
 def write_llmapi(repository: Path, engine: EngineDir, source: Path, runtime: RuntimeConfig) -> Path:
-    """Write the model `tensorrt_llm` into `repository`; its directory. The same call writes the same bytes.
+    """Write the model `tensorrt_llm` into `repository`; returns its directory. The bytes are reproducible.
 
     `source` is triton_backend/all_models/llmapi of TensorRT-LLM's repository, or a directory like it.
 

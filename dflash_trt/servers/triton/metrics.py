@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dflash_trt.core.request import FinishReason, GenerationOutput
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.statistics import EngineStatistics
-from dflash_trt.serving.stream_chunk import StreamChunk
 
 Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 Key = tuple[str, str]  # name and label value
@@ -197,6 +197,6 @@ class Series:
         self._metrics[name, _NO_LABEL].observe(value)
 
     def close(self) -> None:
-        """Metrics first and their families second: the other order crashes the process of the model at its end."""
+        """Release metrics before their families: the other order crashes the model's process at exit."""
         self._metrics.clear()
         self._families.clear()

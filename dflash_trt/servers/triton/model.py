@@ -1,4 +1,6 @@
-"""The model as Triton's Python backend calls it. The only file that knows `triton_python_backend_utils`.
+"""The model as Triton's Python backend calls it.
+
+The only file that knows `triton_python_backend_utils`.
 
 One instance is one process with one engine loop. `execute` hands requests over and returns; responses go out from the
 service's own thread.
@@ -43,12 +45,12 @@ _SWITCH_INTERVAL_S = 0.001
 
 
 class TritonPythonModel:
-    """Triton calls initialize once, execute for each batch of requests, finalize once all of them are answered."""
+    """Triton calls initialize once, execute per batch of requests, and finalize after the last answer."""
 
     _has_ended = False
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engine; its errors are those of the model's load."""
+        """Load the engine; raises its errors as TritonModelException."""
         try:
             self._open(args)
         except DFlashError as error:
@@ -72,11 +74,11 @@ class TritonPythonModel:
         self._book.close()
 
     def is_ready(self) -> bool:
-        """False after a failure, for a server that asks; Triton 2.51 calls a model ready whatever happens to it."""
+        """False after a failure, for servers that ask; Triton 2.51 calls a model ready whatever happens to it."""
         return self._llm.failure is None
 
     def _end(self, failure: str) -> None:
-        """Stop the server, which restarts no model and would call this one ready; or end with our own exit code."""
+        """Stop the server, which restarts no model and would still call it ready; else exit with our own code."""
         if self._has_ended:  # called again until the process ends
             return
         self._has_ended = True
@@ -124,7 +126,7 @@ class TritonPythonModel:
             on_engine_failed=self._end,
         )
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        gc.freeze()  # what a load leaves stays: no collection walks it again, not even that of the interpreter's end
+        gc.freeze()  # the loaded objects stay: no collection walks them again, not even the one at interpreter exit
         pb_utils.Logger.log_info(f"{self._name} opened engine {self._llm.engine.path}: {self._llm.page_plan}")
 
 
@@ -170,7 +172,7 @@ class _TritonChannel:
         self._sender = request.get_response_sender()
         self._wanted = set(request.requested_output_names())
         self._has_batch_dimension = has_batch_dimension
-        self._lock = threading.Lock()  # of the sender
+        self._lock = threading.Lock()  # guards the sender
 
     def send(self, arrays: Arrays, *, is_last: bool) -> None:
         tensors = [

@@ -1,4 +1,4 @@
-"""One request of a server on its way: what it asked for, its answer so far, and the way back. Knows no Triton API."""
+"""A request in progress: its fields, its answer so far and its response channel. Knows no Triton API."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -7,14 +7,14 @@ from typing import Literal, Protocol
 
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.responses import Arrays, ResponseMaker
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.samples import SampleStreams
-from dflash_trt.serving.stream_chunk import StreamChunk
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 
 
 class Channel(Protocol):
-    """The way back to whoever sent a request. Any thread may call it; after the last response it does nothing."""
+    """Response channel of a request. Any thread may call it; after the last response it does nothing."""
 
     def send(self, arrays: Arrays, *, is_last: bool) -> None: ...
 
@@ -27,9 +27,9 @@ class Channel(Protocol):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class OpenRequest:
-    """A request that has not had its last response; its `streams` and `makers` are there once its prompt is read.
+    """A request before its last response; `streams` and `makers` exist once its prompt is read.
 
-    `unread` is its answer when its prompt never is. Of its samples, `num_running` have not ended.
+    `unread` is its answer if its prompt is never read. `num_running` of its samples have not ended.
     """
 
     client_id: str

@@ -1,4 +1,4 @@
-"""The text form of protocol buffers, as far as config.pbtxt uses it: written and read without protobuf.
+"""The text form of protocol buffers, as far as config.pbtxt uses it, without the protobuf package.
 
 A message is a list of (name, value), for a name may occur again. Enum values are `Word`s. Knows no field of Triton's.
 """

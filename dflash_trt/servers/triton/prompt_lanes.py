@@ -1,8 +1,8 @@
-"""Threads that read prompts beside the server's own: for short texts, for short conversations and requests with
-a constraint, for whatever is long.
+"""Threads that read prompts, outside the server's own: short texts; short conversations; long prompts.
 
-So a prompt that takes seconds to tokenize delays other long ones only, and a chat template or a constraint that takes
-its whole time delays others of its kind only. What waits is bounded in bytes.
+Requests with a constraint go with the short conversations. A prompt that takes seconds to tokenize therefore delays
+only other long ones, and a chat template or constraint that uses its whole time limit delays only its own kind. The
+bytes that wait are bounded.
 """
 
 import threading
@@ -13,23 +13,23 @@ from dflash_trt.core.errors import QueueFullError
 
 SHORT_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 64 * 1024**2
-_OVERHEAD_BYTES = 1024  # of any prompt, so that their number is bounded too
+_OVERHEAD_BYTES = 1024  # counted for every prompt, so that their number is bounded too
 
 
 class PromptLanes:
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._max_waiting_bytes = max_waiting_bytes
-        self._lock = threading.Lock()  # of the number below
+        self._lock = threading.Lock()  # guards the number below
         self._num_bytes = 0
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-short-prompts")
         self._slow = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dflash-slow-prompts")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-long-prompts")
 
     def put(self, read: Callable[[], None], num_bytes: int, *, is_slow: bool = False) -> "Future[None]":
-        """Have a prompt of so many bytes read; it may be taken back as long as it waits.
+        """Queue a prompt of `num_bytes` for reading; the future can be cancelled while it waits.
 
         Raises:
-            QueueFullError: too much waits already. A prompt alone is always taken.
+            QueueFullError: too many bytes wait already. A prompt is always accepted if none waits.
         """
         num_bytes += _OVERHEAD_BYTES
         with self._lock:

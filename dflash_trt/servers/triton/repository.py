@@ -1,4 +1,4 @@
-"""Writes the model repository of an engine, and checks one that stands. The same call writes the same bytes.
+"""Writes an engine's model repository, and checks an existing one. Equal calls write equal bytes.
 
 A repository is a directory of models; this module writes one model and touches no other.
 """
@@ -48,8 +48,9 @@ _PROBE_TIMEOUT_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The model to write. Each of `gpus` gets an instance, or each N of them for an engine of N ranks; without them
-    `num_instances` run on the CPU.
+    """The model to write. Each of `gpus` gets an instance; an engine of N ranks takes N GPUs an instance.
+
+    Without `gpus`, `num_instances` run on the CPU.
     """
 
     model_name: str

@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"STRING": (str,), "BOOL": (bool,), "FP32"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One request. `text` is the prompt where it is plain text; `asked` names the `return_` flags that are set.
+    """One request. `text` is the prompt if it is plain text; `asked` names the `return_` flags set.
 
     `messages` and `chat_template_kwargs` are JSON that has not been parsed, because it may be long.
     """
@@ -86,10 +86,10 @@ class _Given:
 
 
 def read_request(arrays: Mapping[str, Array], parameters: str, settings: ModelSettings) -> Order | CancelOrder:
-    """`parameters` is the JSON object Triton keeps beside the tensors.
+    """`parameters` is the JSON object that Triton passes with the tensors.
 
-    A scalar input may also come as a parameter of its name: Triton's generate endpoint makes parameters of JSON keys
-    that stand under `parameters`.
+    A scalar input may also come as a parameter of its name: Triton's generate endpoint turns JSON keys under
+    `parameters` into parameters.
 
     Raises:
         RequestError: every problem of the request.
@@ -136,7 +136,7 @@ def _parameters(text: str, settings: ModelSettings, problems: list[str]) -> dict
 
 
 def _fields(arrays: Mapping[str, Array], parameters: Mapping[str, Any], problems: list[str]) -> dict[str, _Given]:
-    """The value of each field; inputs that contradict each other and values of a wrong form are added to problems."""
+    """The value of each field; adds contradicting inputs and values of a wrong form to `problems`."""
     given: dict[str, _Given] = {}
     sources = [*((name, array, True) for name, array in arrays.items())]
     sources += [(name, value, False) for name, value in parameters.items()]

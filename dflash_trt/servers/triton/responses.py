@@ -13,7 +13,7 @@ from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.tensors import OUTPUTS_BY_NAME
-from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.output_processor import StreamChunk
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -30,7 +30,7 @@ _NS_PER_S = 1e9
 
 @dataclass(kw_only=True, slots=True)
 class ResponseMaker:
-    """The responses of one request. `prompt_text` is what comes before the text where the prompt is asked for.
+    """The responses of one request. `prompt_text` precedes the text if the request asks for the prompt.
 
     `stop_token_ids` are the ids of `stop_reason`; `decode` gives the text of ids, None without a tokenizer.
     """

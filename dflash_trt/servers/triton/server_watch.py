@@ -25,7 +25,7 @@ _LISTENING = "0A"
 _PROC = Path("/proc")
 _SERVER_NAME = "tritonserver"
 _WINDOW_S = 4.0
-_NUM_WAKES = 2  # of the main thread within the window
+_NUM_WAKES = 2  # wake-ups of the main thread within the window
 _ANSWER_S = 1.0
 _HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ServerWatch:
-    """Of the process that started this one. `is_ready` asks the server by a request of the model's own."""
+    """Watches the parent process, the server. `is_ready` asks it whether the model is ready."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._pid = os.getppid()
@@ -56,7 +56,7 @@ class ServerWatch:
         return not all(_is_answered(address) for address in self._http_ports)  # the port of the metrics still answers
 
     def is_gone(self) -> bool:
-        """True if the server has died and left this process behind."""
+        """True if the server has died and left this process running."""
         return os.getppid() != self._pid
 
     def _is_main_thread_awake(self) -> bool:
@@ -97,7 +97,7 @@ def _is_answered(address: tuple[str, int]) -> bool:
 
 
 def _listening(pid: int) -> Iterator[tuple[str, int]]:
-    """Where a process listens, as far as this one may see."""
+    """Addresses a process listens on, as far as this process may see."""
     inodes = set()
     with contextlib.suppress(OSError):  # not ours to look at
         for path in (_PROC / str(pid) / "fd").iterdir():
@@ -112,7 +112,7 @@ def _listening(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """Parse an address of /proc, in words of the machine's byte order: 0100007F:1F90 is 127.0.0.1, port 8080."""
+    """Parse an address of /proc, in words of the machine's byte order: 0100007F:1F90 is 127.0.0.1:8080."""
     host, _, port = text.partition(":")
     words = [int(host[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(host), 8)]
     quantized = b"".join(words)

@@ -26,12 +26,12 @@ from dflash_trt.servers.triton.responses import ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.prompts import PromptReader
 from dflash_trt.serving.samples import SampleStreams
-from dflash_trt.serving.stream_chunk import StreamChunk
 
 _SWEEP_S = 0.05  # how often requests without responses are asked whether they are cancelled, at most
-_MAX_SWEEP_FRACTION = 0.05  # of the time
+_MAX_SWEEP_FRACTION = 0.05  # share of wall time
 _PUBLISH_S = 0.5
 _WATCH_S = 0.5
 _CLOSE_S = 10.0
@@ -55,8 +55,8 @@ class Watch(Protocol):
 class EngineService:
     """Owns its threads, not the engine.
 
-    `on_server_gone` is called when `watch` says that nobody is left to serve; `on_engine_failed`, with the reason, when
-    the engine cannot be opened again.
+    Calls `on_server_gone` when `watch` reports that no server is left, and `on_engine_failed`, with the reason, when
+    the engine cannot be reopened.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineService:
         self._on_server_gone = on_server_gone
         self._on_engine_failed = on_engine_failed
         self._has_requests = False
-        self._lock = threading.Lock()  # of the two below; the engine's own lock comes after it
+        self._lock = threading.Lock()  # guards the two below; acquired before the engine's own lock
         self._open: set[OpenRequest] = set()
         self._is_draining = False
         self._ready: SimpleQueue[OpenRequest | None] = SimpleQueue()
@@ -190,7 +190,7 @@ class EngineService:
             self._end_unread(request)
         except RequestError as error:
             self._drop(request, str(error), _code_of(error))
-        except Exception as error:  # noqa: BLE001 - a bug of ours is answered like any failure, and harms nobody else
+        except Exception as error:  # noqa: BLE001 - a bug of ours is answered like any failure, affects no other
             _LOG.exception("a prompt could not be read")
             self._drop(request, f"{type(error).__name__}: {error}", "INTERNAL")
 
@@ -239,7 +239,7 @@ class EngineService:
         if not found:
             hint = "Send `stop` with the id of a request that is running, on its own request."
             message = problem(
-                f"request id {client_id!r}", expected="that of a running request", found="none", hint=hint
+                f"request id {client_id!r}", expected="the id of a running request", found="none", hint=hint
             )
             self._refuse(channel, message, "NOT_FOUND")
             return

@@ -1,4 +1,4 @@
-"""The parameters of a deployed model: what config.pbtxt says about engine and service, as typed values.
+"""The parameters of a deployed model: config.pbtxt's settings of engine and service, as typed values.
 
 Written by the repository writer and read by the model, both through this one class.
 """
@@ -38,7 +38,7 @@ class ModelSettings:
     accepted_request_parameters: tuple[str, ...] = ()  # foreign ones, headers that the server forwards for example
     accepts_numpy_2: bool = False
     keeps_server: bool = False  # when the engine has failed for good
-    gpu_device_ids: str | None = None  # of an engine of several ranks, for each instance: "0,1;2,3"
+    gpu_device_ids: str | None = None  # for an engine of several ranks, per instance: "0,1;2,3"
 
     def __post_init__(self) -> None:
         limits = (("default_max_tokens", self.default_max_tokens, 1), ("drain_timeout_s", self.drain_timeout_s, 0))
@@ -66,7 +66,7 @@ class ModelSettings:
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Self:
-        """Read the parameters of config.pbtxt, those of Triton itself left out.
+        """Read the parameters of config.pbtxt, without Triton's own.
 
         Raises:
             ConfigError: unknown names and wrong values, all of them.

@@ -1,4 +1,4 @@
-"""Every tensor of the model, once: config.pbtxt, the reading of requests and the documentation follow from here.
+"""The table of the model's tensors; config.pbtxt, request reading and documentation follow from it.
 
 Knows the names of two contracts, both accepted at the same time: `llmapi` is what TensorRT-LLM's
 triton_backend/all_models/llmapi takes, `bls` what its tensorrt_llm_bls and ensemble take.
@@ -38,7 +38,7 @@ class InputTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputTensor:
-    """One output, in every response or only in the last one; `asked_by` is the field that asks for it, if one must."""
+    """One output, in every response or only the last; `asked_by` is the field that requests it, if any."""
 
     name: str
     type: TensorType
@@ -51,7 +51,7 @@ class OutputTensor:
 def _pair(
     field: str, type: TensorType, bls: str, llmapi: str | None, meaning: str, *, is_list: bool = False
 ) -> tuple[InputTensor, ...]:
-    """An input that both contracts have, under different names; without `llmapi` only the other one has it."""
+    """An input under its names in both contracts; None as `llmapi` means that only the other one has it."""
     names: tuple[tuple[str | None, Contract], ...] = ((bls, "bls"), (llmapi, "llmapi"))
     return tuple(
         InputTensor(name=name, type=type, field=field, meaning=meaning, contract=contract, is_list=is_list)

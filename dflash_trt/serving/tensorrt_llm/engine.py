@@ -1,4 +1,7 @@
-"""The engine interface over TensorRT-LLM: its scheduler, its cache, its steps; our requests, streams and text."""
+"""The Engine interface over TensorRT-LLM: its scheduler, cache and steps.
+
+Our requests, streams and text.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,9 @@ class TensorRTLLMEngine:
         self.config = config
         self._link = link
         self._own_process = OwnProcess()
-        self._num_drafts = config.num_draft_tokens or 0
+        self._num_drafts = config.max_draft_tokens
         self._max_running = None if config.max_queue_len is None else limits.max_batch_size + config.max_queue_len
-        self._lock = threading.RLock()  # of what follows
+        self._lock = threading.RLock()  # guards the state below
         self._recorder = Recorder(time.monotonic())
         self._running: dict[str, _Running] = {}
         self._forgotten: deque[_Running] = deque()  # whose streams were garbage collected
@@ -221,7 +224,9 @@ def checked_trtllm_config(
 def open_trtllm_engine(
     engine: EngineDir, config: RuntimeConfig, environment: Mapping[str, str] = os.environ
 ) -> TensorRTLLMEngine:
-    """Open an engine in the interpreter, or with the server, that the environment names; this interpreter otherwise.
+    """Open an engine in the interpreter or server that the environment names.
+
+    By default in this interpreter.
 
     Raises:
         EngineDirError: TensorRT-LLM is missing, does not load the engine, or does not answer.

@@ -11,7 +11,7 @@ from dflash_trt.core.request import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What an iteration gave a request: tokens, or its end, or both. `error` comes with the reason "error"."""
+    """A request's result of an iteration: tokens, its end, or both. `error` comes with the reason "error"."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Link(Protocol):
         ...
 
     def send(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
-        """Start a request; `params` as `sampling.trtllm_params` makes them. Raises OSError when the link is lost."""
+        """Start a request; `sampling.trtllm_params` makes `params`. Raises OSError if the link is lost."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -44,7 +44,7 @@ class Link(Protocol):
 
 
 def finish_reason(word: str | None) -> FinishReason | None:
-    """Of TensorRT-LLM's word: stop, length, timeout, cancelled, or those of its server's OpenAI API."""
+    """Finish reason for TensorRT-LLM's word, or for a word of its OpenAI server."""
     known: dict[str, FinishReason] = {
         "stop": "stop",
         "length": "length",

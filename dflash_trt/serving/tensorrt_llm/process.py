@@ -29,7 +29,7 @@ class TensorRTLLMMissingError(EngineDirError):
 
 
 class WorkerProcess:
-    """Implements Link. The process ends when this end of the socket is closed, whatever becomes of this program."""
+    """Implements Link. The process ends when this end of the socket is closed, however this program ends."""
 
     def __init__(self, interpreter: str, llm_args: Mapping[str, Any], *, directory: Path) -> None:
         """Start it and wait until the model is loaded.
@@ -39,7 +39,7 @@ class WorkerProcess:
             EngineDirError: there is no such interpreter, or TensorRT-LLM does not load the engine.
         """
         self._own_process = OwnProcess()
-        self._lock = threading.Lock()  # of writing
+        self._lock = threading.Lock()  # guards writing
         self._thread: threading.Thread | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -49,7 +49,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(),),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # what libraries print belongs to nobody's result
+                    stdout=2,  # output of libraries goes to stderr
                     process_group=0,  # an interrupt of the terminal is for the program
                 )
             except OSError as error:

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request as TensorRT-LLM takes them; those that it lacks are refused by name."""
+"""A request's sampling parameters as TensorRT-LLM takes them; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.request import Request
 from dflash_trt.core.sampling import SAMPLING_FIELDS
 
-# Ours, theirs. The names are those of tensorrt_llm.SamplingParams, and of trtllm-serve's completions.
+# Our names and theirs, in tensorrt_llm.SamplingParams and in trtllm-serve's completions.
 _NAMES: Final = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -26,10 +26,10 @@ _INSTEAD = "Leave it out, or serve an engine of backend torch or tensorrt."
 
 
 def trtllm_params(request: Request, *, max_seq_len: int, has_drafter: bool) -> dict[str, Any]:
-    """Fields of SamplingParams that ask for what `request` asks for.
+    """TensorRT-LLM SamplingParams fields for `request`.
 
-    Text is made of the tokens here, so nothing is detokenized there, and the ids that stop are said, those of the
-    end of a sequence included.
+    Tokens become text here, so TensorRT-LLM does not detokenize, and the stop ids are explicit, end-of-sequence ids
+    included.
 
     Raises:
         RequestError: lists everything that TensorRT-LLM cannot do with this engine.
@@ -66,3 +66,5 @@ def _problems(request: Request, *, has_drafter: bool) -> Iterator[str]:
         yield problem("priority", expected="0", found=str(request.priority), hint=_INSTEAD)
     if request.queue_timeout_s is not None:
         yield problem("queue_timeout_s", expected="None", found=f"{request.queue_timeout_s:g}", hint=_INSTEAD)
+    if request.reports_drafts:
+        yield problem("reports_drafts", expected="False", found="True", hint=_INSTEAD)

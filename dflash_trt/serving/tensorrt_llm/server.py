@@ -1,4 +1,4 @@
-"""A running trtllm-serve: completions of token ids, streamed over HTTP, a connection and a thread for each request."""
+"""A running trtllm-serve: completions of token ids, streamed over HTTP; a connection and thread each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Server:
     def __init__(self, url: str) -> None:
         """Raises EngineDirError: nothing at `url` speaks as trtllm-serve does."""
         self._url = urlsplit(url)
-        self._lock = threading.Lock()  # of the sockets
+        self._lock = threading.Lock()  # guards the sockets
         self._sockets: dict[str, socket.socket | None] = {}  # by request; None until it is sent
         self._on_answer: OnAnswer = lambda answer: None
         self._answers = threading.Lock()  # one thread at a time tells
@@ -114,7 +114,7 @@ class Server:
 
 
 def _answers(request_id: str, response: HTTPResponse) -> Iterator[Answer]:
-    """Of the server-sent events of a completion: one for each iteration."""
+    """One answer per iteration, from the server-sent events of a completion."""
     if response.status != 200:
         raise OSError(f"status {response.status}: {response.read(500).decode(errors='replace')}")
     for line in response:

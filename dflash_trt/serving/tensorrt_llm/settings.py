@@ -1,20 +1,19 @@
-"""The settings of an engine that TensorRT-LLM runs: its arguments, and refusals of what it does not have."""
+"""Settings of an engine that TensorRT-LLM runs: its arguments, and refusals of unsupported settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.opening import check_drafting, checked_draft_length, max_draft_len
+from dflash_trt.executor.opening import check_drafting, max_draft_len
 
 # Settings that are TensorRT-LLM's own business.
 _REFUSED: Final = (
     "adaptive_draft_length",
-    "draft_length",
-    "draft_length_by_context",
     "draft_window",
     "num_state_snapshots",
     "deterministic",
@@ -23,7 +22,7 @@ _REFUSED: Final = (
 )
 _OF_ARGUMENTS: Final = (  # that a server which runs already has chosen
     "use_drafter",
-    "num_draft_tokens",
+    "draft_length",
     "overlap_scheduling",
     "kv_cache_bytes",
     "kv_cache_free_memory_fraction",
@@ -40,7 +39,7 @@ def resolved_settings(engine: EngineDir, config: RuntimeConfig, *, is_running: b
     check_drafting(engine, config)
     resolved: dict[str, object] = {"device": "cuda", "enable_prefix_caching": False}
     if config.use_drafter:
-        resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
+        resolved["draft_length"] = config.draft_length or {1: max_draft_len(engine)}
     return config.model_copy(update=resolved)
 
 
@@ -50,8 +49,8 @@ def llm_args(engine: EngineDir, config: RuntimeConfig) -> dict[str, Any]:
     assert record is not None
     args = record.resolved_args(engine.path)
     drafting: dict[str, Any] | None = args.pop("speculative_config", None)
-    if drafting is not None and config.num_draft_tokens:
-        args["speculative_config"] = drafting | {"max_draft_len": config.num_draft_tokens}
+    if drafting is not None and config.max_draft_tokens:
+        args["speculative_config"] = drafting | {"max_draft_len": config.max_draft_tokens}
     if config.overlap_scheduling is not None:
         args["disable_overlap_scheduler"] = not config.overlap_scheduling
     kv_cache: dict[str, Any] = dict(args["kv_cache_config"])
@@ -65,14 +64,18 @@ def llm_args(engine: EngineDir, config: RuntimeConfig) -> dict[str, Any]:
 def _problems(config: RuntimeConfig, *, is_running: bool) -> Iterator[str]:
     fields = type(config).model_fields
     hint = "Leave it out, or use an engine of backend torch or tensorrt."
+    lengths = lengths_text(config.draft_length or {})
     for name in _REFUSED:
         value = getattr(config, name)
         if value != fields[name].default:
             yield problem(name, expected="nothing", found=repr(value), hint=hint)
+    if len(config.draft_length or {}) > 1:
+        yield problem("draft_length", expected="one K", found=lengths, hint=hint)
     if config.device == "cpu":
         yield problem("device", expected="a GPU", found="cpu", hint=hint)
     for name in _OF_ARGUMENTS:
         value = getattr(config, name)
         if is_running and value != fields[name].default:
             started = "Start trtllm-serve with it, or unset DFLASH_TRT_TRTLLM_URL."
-            yield problem(name, expected="nothing, for the server is started", found=repr(value), hint=started)
+            found = lengths if name == "draft_length" else repr(value)
+            yield problem(name, expected="nothing, for the server is started", found=found, hint=started)

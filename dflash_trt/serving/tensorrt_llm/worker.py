@@ -72,7 +72,7 @@ async def _serve(llm: Any, sampling_params: Any, connection: socket.socket) -> N
 
 
 def _first_line(connection: socket.socket) -> dict[str, Any]:
-    """Byte by byte, so that nothing of the lines behind it is taken."""
+    """Read byte by byte, so that later lines stay in the socket."""
     line = b""
     while not line.endswith(b"\n"):
         piece = connection.recv(1)

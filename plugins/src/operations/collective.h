@@ -1,7 +1,7 @@
 // Sums and joins of a tensor over the ranks of one world, a process each.
 #pragma once
 
-#include "operations/float_type.h"
+#include "runtime/float_type.h"
 #include "runtime/nccl.h"
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // Device addresses that change from call to call, and how a launch that was prepared before finds them.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,6 +14,12 @@ struct CallTensors
     void const* const* inputs;
     void* const* outputs;
     void* workspace;
+};
+
+struct Shape
+{
+    int32_t rank;
+    std::array<int64_t, 8> sizes; // 0 from rank on
 };
 
 enum class TensorSource : uint8_t

@@ -2,6 +2,8 @@
 // architecture, and the bytes of their cubins.
 #pragma once
 
+#include "runtime/arithmetic.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -81,12 +83,6 @@ struct EmbeddedKernels
 
 /// In the generated embedded_kernels.cpp.
 EmbeddedKernels const& embedded_kernels() noexcept;
-
-/// For generated grids: a / b, rounded up.
-constexpr int64_t ceil_div(int64_t a, int64_t b) noexcept
-{
-    return (a + b - 1) / b;
-}
 
 /// For generated grids. Throws Problem when an axis is outside what a launch can have.
 Grid make_grid(int64_t x, int64_t y, int64_t z);

@@ -63,6 +63,12 @@ KernelChoice& KernelChoice::equal(std::string_view constant, int64_t value)
     return *this;
 }
 
+KernelChoice& KernelChoice::sized(std::string_view constant, int64_t value)
+{
+    mSized.emplace_back(constant, value);
+    return *this;
+}
+
 KernelChoice& KernelChoice::at_least(std::string_view constant, int64_t value)
 {
     mAtLeast.emplace_back(constant, value);
@@ -74,7 +80,7 @@ KernelVariants KernelChoice::candidates(Device const& device) const
     KernelVariants const& loaded = loaded_variants(mFamily, device);
     KernelVariants found;
     std::copy_if(loaded.begin(), loaded.end(), std::back_inserter(found),
-        [&](EmbeddedKernel const* variant) { return is_large_enough(*variant); });
+        [&](EmbeddedKernel const* variant) { return has_sizes(*variant); });
     if (found.empty())
     {
         require_architecture(device);
@@ -117,7 +123,7 @@ KernelVariants KernelChoice::candidates() const
     KernelVariants found;
     for (EmbeddedKernel const* variant : variants_of(mFamily.kernel))
     {
-        if (mFamily.has(*variant) && is_large_enough(*variant))
+        if (mFamily.has(*variant) && has_sizes(*variant))
         {
             found.push_back(variant);
         }
@@ -134,10 +140,12 @@ void KernelChoice::require() const
     static_cast<void>(candidates());
 }
 
-bool KernelChoice::is_large_enough(EmbeddedKernel const& variant) const
+bool KernelChoice::has_sizes(EmbeddedKernel const& variant) const
 {
-    return std::all_of(mAtLeast.begin(), mAtLeast.end(),
-        [&](auto const& wanted) { return variant.constant(wanted.first) >= wanted.second; });
+    return std::all_of(mSized.begin(), mSized.end(),
+               [&](auto const& wanted) { return variant.constant(wanted.first) == wanted.second; })
+        && std::all_of(mAtLeast.begin(), mAtLeast.end(),
+            [&](auto const& wanted) { return variant.constant(wanted.first) >= wanted.second; });
 }
 
 void KernelChoice::refuse(std::string const& found) const
@@ -153,9 +161,12 @@ std::string KernelChoice::wanted() const
     {
         add(std::string(argument) + " " + std::string(type));
     }
-    for (auto const& [name, value] : mFamily.constants)
+    for (auto const* constants : {&mFamily.constants, &mSized})
     {
-        add(std::string(name) + " = " + std::to_string(value));
+        for (auto const& [name, value] : *constants)
+        {
+            add(std::string(name) + " = " + std::to_string(value));
+        }
     }
     for (auto const& [name, value] : mAtLeast)
     {

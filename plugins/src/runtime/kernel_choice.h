@@ -25,6 +25,8 @@ public:
 
     KernelChoice& type(std::string_view argument, std::string_view type);
     KernelChoice& equal(std::string_view constant, int64_t value);
+    /// Equal, too, but of a step: variants with other values are loaded as well.
+    KernelChoice& sized(std::string_view constant, int64_t value);
     KernelChoice& at_least(std::string_view constant, int64_t value);
 
     /// Every variant that fits, whatever is a multiple of 16; they are loaded, and those for other sizes as well.
@@ -40,12 +42,13 @@ public:
     void require() const;
 
 private:
-    [[nodiscard]] bool is_large_enough(EmbeddedKernel const& variant) const;
+    [[nodiscard]] bool has_sizes(EmbeddedKernel const& variant) const;
     [[noreturn]] void refuse(std::string const& found) const;
     [[nodiscard]] std::string wanted() const;
     [[nodiscard]] std::string offered() const;
 
     KernelFamily mFamily;
+    std::vector<std::pair<std::string_view, int64_t>> mSized;
     std::vector<std::pair<std::string_view, int64_t>> mAtLeast;
 };
 

@@ -9,7 +9,7 @@ namespace dflash_trt
 {
 namespace
 {
-constexpr size_t kUsualCount = 48;
+constexpr size_t kUsualCount = 96;
 } // namespace
 
 Values::Values()
@@ -35,6 +35,12 @@ Values& Values::real(std::string_view name, float value)
     return *this;
 }
 
+Values& Values::shape(std::string_view tensor, Shape const& shape)
+{
+    mNamed.push_back({tensor, &shape});
+    return *this;
+}
+
 std::optional<TensorSlot> Values::pointer_of(std::string_view name) const
 {
     return get<std::optional<TensorSlot>>(name, "tensor");
@@ -50,17 +56,19 @@ float Values::real_of(std::string_view name) const
     return get<float>(name, "real number");
 }
 
+int64_t Values::size_of(std::string_view tensor, size_t axis) const
+{
+    return get<Shape const*>(tensor, "shape")->sizes[axis];
+}
+
 template <typename T>
 T Values::get(std::string_view name, char const* kind) const
 {
-    auto const found =
-        std::find_if(mNamed.rbegin(), mNamed.rend(), [&](Named const& named) { return named.name == name; });
+    auto const found = std::find_if(mNamed.rbegin(), mNamed.rend(),
+        [&](Named const& named) { return named.name == name && std::holds_alternative<T>(named.value); });
     if (found != mNamed.rend())
     {
-        if (T const* value = std::get_if<T>(&found->value))
-        {
-            return *value;
-        }
+        return std::get<T>(found->value);
     }
     throw Problem("argument " + std::string(name), kind, "none of this kind",
         "The kernels and the library are of different versions: build the library again.");

@@ -1,4 +1,5 @@
-// What a launch is prepared from, by name. Kernels take the arguments they declare, grids compute with the integers.
+// What a launch is prepared from, by name. Kernels take the arguments they declare; grids and programs compute with the
+// integers.
 #pragma once
 
 #include "runtime/call_tensors.h"
@@ -13,7 +14,7 @@
 namespace dflash_trt
 {
 
-/// The last value of a name counts. Names must outlive the object: they are literals or the tables' own.
+/// The last value of a name and a kind counts. Names and shapes must outlive the object.
 class Values
 {
 public:
@@ -23,14 +24,20 @@ public:
     Values& pointer(std::string_view name, std::optional<TensorSlot> slot);
     Values& integer(std::string_view name, int64_t value);
     Values& real(std::string_view name, float value);
+    Values& shape(std::string_view tensor, Shape const& shape);
+
+    [[nodiscard]] size_t count() const noexcept { return mNamed.size(); }
+    /// All but the first `count`.
+    void forget_from(size_t count) { mNamed.resize(count); }
 
     /// Throws Problem when there is no value of that name, or not of that kind.
     [[nodiscard]] std::optional<TensorSlot> pointer_of(std::string_view name) const;
     [[nodiscard]] int64_t integer_of(std::string_view name) const;
     [[nodiscard]] float real_of(std::string_view name) const;
+    [[nodiscard]] int64_t size_of(std::string_view tensor, size_t axis) const;
 
 private:
-    using Value = std::variant<std::optional<TensorSlot>, int64_t, float>;
+    using Value = std::variant<std::optional<TensorSlot>, int64_t, float, Shape const*>;
 
     struct Named
     {

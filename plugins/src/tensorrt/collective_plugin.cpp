@@ -5,30 +5,7 @@
 namespace dflash_trt
 {
 
-std::unique_ptr<StepPlugin> CollectivePlugin::copy() const
-{
-    return std::make_unique<CollectivePlugin>(*this);
-}
-
-void CollectivePlugin::set_output_shapes(
-    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
-{
-    outputs[0] = inputs[0];
-    if (is_gather())
-    {
-        outputs[0].d[0] = builder.operation(
-            nvinfer1::DimensionOperation::kPROD, *inputs[0].d[0], *builder.constant(num_ranks()));
-    }
-}
-
-void CollectivePlugin::check_build(nvinfer1::Dims const*, FloatType) const {}
-
-size_t CollectivePlugin::workspace_bytes(nvinfer1::Dims const*, FloatType) const
-{
-    return 0;
-}
-
-PreparedLaunches CollectivePlugin::prepare(nvinfer1::Dims const*, FloatType, Device const&) const
+PreparedLaunches CollectivePlugin::launches_of(Node const&, Device const&) const
 {
     require_communicator(num_ranks());
     return {};

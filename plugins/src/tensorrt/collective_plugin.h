@@ -4,27 +4,28 @@
 #include "operations/collective.h"
 #include "tensorrt/step_plugin.h"
 
+#include <string_view>
+
 namespace dflash_trt
 {
 
-/// Its contract is kAllReduce or kAllGather.
+constexpr std::string_view kAllReduce = "AllReduce";
+constexpr std::string_view kAllGather = "AllGather";
+
+/// Its program is AllReduce or AllGather.
 class CollectivePlugin final : public StepPlugin
 {
 public:
     using StepPlugin::StepPlugin;
 
 private:
-    [[nodiscard]] bool is_gather() const { return &contract() == &kAllGather; }
+    [[nodiscard]] bool is_gather() const { return std::string_view(program().name) == kAllGather; }
     [[nodiscard]] int64_t num_ranks() const { return fields().integer("num_ranks"); }
 
-    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
-    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
-        nvinfer1::IExprBuilder& builder) const override;
-    void check_build(nvinfer1::Dims const* max, FloatType type) const override;
-    [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
+    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override { return std::make_unique<CollectivePlugin>(*this); }
+    [[nodiscard]] size_t workspace_of(Node const&) const override { return 0; }
     /// No launches: NCCL makes its own.
-    [[nodiscard]] PreparedLaunches prepare(
-        nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
+    [[nodiscard]] PreparedLaunches launches_of(Node const& node, Device const& device) const override;
     void run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const* inputs,
         CallTensors const& tensors, CUstream stream) const override;
 };

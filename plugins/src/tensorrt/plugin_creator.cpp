@@ -5,9 +5,9 @@
 namespace dflash_trt
 {
 
-PluginCreator::PluginCreator(PluginContract const& contract, Make make) : mContract(&contract), mMake(make)
+PluginCreator::PluginCreator(Program const& program, Make make) : mProgram(&program), mMake(make)
 {
-    for (FieldRule const& rule : contract.fields)
+    for (FieldRule const& rule : program.fields)
     {
         mFields.emplace_back(rule.name, nullptr, field_type(rule.type), 1);
     }
@@ -18,7 +18,7 @@ nvinfer1::IPluginV3* PluginCreator::createPlugin(
     nvinfer1::AsciiChar const*, nvinfer1::PluginFieldCollection const* given, nvinfer1::TensorRTPhase phase) noexcept
 {
     return logged<nvinfer1::IPluginV3*>(
-        mContract->name, nullptr, [&] { return mMake(PluginFields(*mContract, given), phase).release(); });
+        mProgram->name, nullptr, [&] { return mMake(*mProgram, PluginFields(*mProgram, given), phase).release(); });
 }
 
 nvinfer1::PluginFieldCollection const* PluginCreator::getFieldNames() noexcept
@@ -28,7 +28,7 @@ nvinfer1::PluginFieldCollection const* PluginCreator::getFieldNames() noexcept
 
 nvinfer1::AsciiChar const* PluginCreator::getPluginName() const noexcept
 {
-    return mContract->name;
+    return mProgram->name;
 }
 
 nvinfer1::AsciiChar const* PluginCreator::getPluginVersion() const noexcept

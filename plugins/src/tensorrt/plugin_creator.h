@@ -1,7 +1,7 @@
 // Makes plugins of one kind from fields.
 #pragma once
 
-#include "contract/contract.h"
+#include "program/program.h"
 #include "tensorrt/plugin_fields.h"
 #include "tensorrt/step_plugin.h"
 
@@ -16,9 +16,9 @@ namespace dflash_trt
 class PluginCreator final : public nvinfer1::IPluginCreatorV3One
 {
 public:
-    using Make = std::unique_ptr<StepPlugin> (*)(PluginFields, nvinfer1::TensorRTPhase);
+    using Make = std::unique_ptr<StepPlugin> (*)(Program const&, PluginFields, nvinfer1::TensorRTPhase);
 
-    PluginCreator(PluginContract const& contract, Make make);
+    PluginCreator(Program const& program, Make make);
 
     /// Null, with a line in the log, for fields that are not the contract's.
     nvinfer1::IPluginV3* createPlugin(nvinfer1::AsciiChar const* name, nvinfer1::PluginFieldCollection const* given,
@@ -29,7 +29,7 @@ public:
     nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override;
 
 private:
-    PluginContract const* mContract;
+    Program const* mProgram;
     Make mMake;
     std::vector<nvinfer1::PluginField> mFields;
     nvinfer1::PluginFieldCollection mCollection;

@@ -2,11 +2,7 @@
 
 #include "runtime/problem.h"
 
-#include <cassert>
-#include <iomanip>
-#include <limits>
 #include <optional>
-#include <sstream>
 #include <string>
 
 namespace dflash_trt
@@ -38,14 +34,6 @@ int32_t index_of(Rules<FieldRule> const& rules, char const* name)
     throw Problem("fields", names_of(rules), name != nullptr ? name : "a field without a name", kMend);
 }
 
-/// 0.02, where std::to_string would say 0.020000 and nothing of what is smaller.
-std::string shown(double number)
-{
-    std::ostringstream text;
-    text << std::setprecision(std::numeric_limits<float>::max_digits10) << number;
-    return text.str();
-}
-
 } // namespace
 
 nvinfer1::PluginFieldType field_type(FieldType type) noexcept
@@ -70,16 +58,12 @@ PluginFields::Value PluginFields::value_of(FieldRule const& rule, nvinfer1::Plug
     {
         number = value.real = *static_cast<float const*>(field.data);
     }
-    if (!(number >= rule.min && number <= rule.max)) // NaN is refused, too
-    {
-        throw Problem(
-            std::string("field ") + rule.name, shown(rule.min) + " to " + shown(rule.max), shown(number), kMend);
-    }
+    check_field(rule, number);
     return value;
 }
 
-PluginFields::PluginFields(PluginContract const& contract, nvinfer1::PluginFieldCollection const* given)
-    : mRules(contract.fields)
+PluginFields::PluginFields(Program const& program, nvinfer1::PluginFieldCollection const* given)
+    : mRules(program.fields)
 {
     std::vector<std::optional<Value>> values(static_cast<size_t>(mRules.count));
     for (int32_t i = 0; given != nullptr && i < given->nbFields; ++i)
@@ -104,21 +88,20 @@ PluginFields::PluginFields(PluginContract const& contract, nvinfer1::PluginField
     }
 }
 
-int32_t PluginFields::integer(std::string_view name) const
+int32_t PluginFields::integer(char const* name) const
 {
-    return find(name, FieldType::kInt32).integer;
+    return mValues[static_cast<size_t>(index_of(mRules, name))].integer;
 }
 
-float PluginFields::real(std::string_view name) const
+std::vector<double> PluginFields::numbers() const
 {
-    return find(name, FieldType::kFloat32).real;
-}
-
-PluginFields::Value const& PluginFields::find(std::string_view name, [[maybe_unused]] FieldType type) const
-{
-    int32_t const index = index_of(mRules, name.data());
-    assert(mRules[index].type == type);
-    return mValues[static_cast<size_t>(index)];
+    std::vector<double> numbers;
+    for (int32_t i = 0; i < mRules.count; ++i)
+    {
+        Value const& value = mValues[static_cast<size_t>(i)];
+        numbers.push_back(mRules[i].type == FieldType::kInt32 ? value.integer : static_cast<double>(value.real));
+    }
+    return numbers;
 }
 
 std::vector<nvinfer1::PluginField> PluginFields::serialized() const

@@ -1,12 +1,11 @@
-// A plugin's fields: int32 and float32 scalars, checked against its contract.
+// A plugin's fields: int32 and float32 scalars, checked against its program.
 #pragma once
 
-#include "contract/contract.h"
+#include "program/run_program.h"
 
 #include <NvInferRuntime.h>
 
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 namespace dflash_trt
@@ -18,10 +17,12 @@ class PluginFields
 {
 public:
     /// Throws Problem for a field that is unknown, missing, given twice, of another type or length, or out of range.
-    PluginFields(PluginContract const& contract, nvinfer1::PluginFieldCollection const* given);
+    PluginFields(Program const& program, nvinfer1::PluginFieldCollection const* given);
 
-    [[nodiscard]] int32_t integer(std::string_view name) const;
-    [[nodiscard]] float real(std::string_view name) const;
+    [[nodiscard]] int32_t integer(char const* name) const;
+
+    /// In the program's order.
+    [[nodiscard]] std::vector<double> numbers() const;
 
     /// For serialization; points into this object.
     [[nodiscard]] std::vector<nvinfer1::PluginField> serialized() const;
@@ -34,7 +35,6 @@ private:
     };
 
     static Value value_of(FieldRule const& rule, nvinfer1::PluginField const& field);
-    [[nodiscard]] Value const& find(std::string_view name, FieldType type) const;
 
     Rules<FieldRule> mRules;
     std::vector<Value> mValues; // in the order of mRules

@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cassert>
 #include <string>
-#include <string_view>
 #include <utility>
 
 namespace dflash_trt
@@ -19,25 +17,18 @@ namespace
 constexpr int32_t kSuccess = 0;
 constexpr int32_t kFailure = 1;
 
-template <typename T>
-int32_t index_in(Rules<T> const& rules, char const* name)
+Shape shape_of(nvinfer1::Dims const& dims)
 {
-    for (int32_t i = 0; i < rules.count; ++i)
-    {
-        if (std::string_view(rules[i].name) == name)
-        {
-            return i;
-        }
-    }
-    assert(false && "a tensor outside the contract");
-    return 0;
+    Shape shape{dims.nbDims, {}};
+    std::copy_n(dims.d, dims.nbDims, shape.sizes.begin());
+    return shape;
 }
 
 void check_rank(InputRule const& rule, int32_t rank)
 {
-    if (rank != rule.rank)
+    if (rank != rule.axes.count)
     {
-        throw Problem(rule.name, std::to_string(rule.rank) + " dimensions", std::to_string(rank),
+        throw Problem(rule.name, std::to_string(rule.axes.count) + " dimensions", std::to_string(rank),
             "Shapes stand in plugins/README.md.");
     }
 }
@@ -55,8 +46,8 @@ void warn_once_that_building_does_not_run() noexcept
 
 } // namespace
 
-StepPlugin::StepPlugin(PluginContract const& contract, PluginFields fields, nvinfer1::TensorRTPhase phase)
-    : mContract(&contract), mFields(std::move(fields)), mPhase(phase)
+StepPlugin::StepPlugin(Program const& program, PluginFields fields, nvinfer1::TensorRTPhase phase)
+    : mProgram(&program), mFields(std::move(fields)), mPhase(phase)
 {
 }
 
@@ -73,12 +64,12 @@ nvinfer1::IPluginCapability* StepPlugin::getCapabilityInterface(nvinfer1::Plugin
 
 nvinfer1::IPluginV3* StepPlugin::clone() noexcept
 {
-    return logged<nvinfer1::IPluginV3*>(mContract->name, nullptr, [&] { return copy().release(); });
+    return logged<nvinfer1::IPluginV3*>(mProgram->name, nullptr, [&] { return copy().release(); });
 }
 
 nvinfer1::AsciiChar const* StepPlugin::getPluginName() const noexcept
 {
-    return mContract->name;
+    return mProgram->name;
 }
 
 nvinfer1::AsciiChar const* StepPlugin::getPluginVersion() const noexcept
@@ -93,24 +84,24 @@ nvinfer1::AsciiChar const* StepPlugin::getPluginNamespace() const noexcept
 
 int32_t StepPlugin::getNbOutputs() const noexcept
 {
-    return mContract->outputs.count;
+    return mProgram->outputs.count;
 }
 
 int32_t StepPlugin::getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs,
     nvinfer1::DataType const* input_types, int32_t num_inputs) const noexcept
 {
-    return logged(mContract->name, kFailure,
+    return logged(mProgram->name, kFailure,
         [&]
         {
             check_counts(num_inputs, num_outputs);
             nvinfer1::DataType const float_type = input_types[0]; // by contract the first input is of F
             for (int32_t i = 0; i < num_inputs; ++i)
             {
-                check_type(mContract->inputs[i].name, mContract->inputs[i].type, input_types[i], float_type);
+                check_type(mProgram->inputs[i].name, mProgram->inputs[i].type, input_types[i], float_type);
             }
             for (int32_t i = 0; i < num_outputs; ++i)
             {
-                types[i] = data_type(mContract->outputs[i].type, float_type);
+                types[i] = data_type(mProgram->outputs[i].type, float_type);
             }
             return kSuccess;
         });
@@ -119,15 +110,23 @@ int32_t StepPlugin::getOutputDataTypes(nvinfer1::DataType* types, int32_t num_ou
 int32_t StepPlugin::getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t num_inputs, nvinfer1::DimsExprs const*,
     int32_t, nvinfer1::DimsExprs* outputs, int32_t num_outputs, nvinfer1::IExprBuilder& builder) noexcept
 {
-    return logged(mContract->name, kFailure,
+    return logged(mProgram->name, kFailure,
         [&]
         {
             check_counts(num_inputs, num_outputs);
             for (int32_t i = 0; i < num_inputs; ++i)
             {
-                check_rank(mContract->inputs[i], inputs[i].nbDims);
+                check_rank(mProgram->inputs[i], inputs[i].nbDims);
             }
-            set_output_shapes(inputs, outputs, builder);
+            for (int32_t i = 0; i < num_outputs; ++i)
+            {
+                Rules<OutputAxis> const& axes = mProgram->outputs[i].axes;
+                outputs[i].nbDims = axes.count;
+                for (int32_t axis = 0; axis < axes.count; ++axis)
+                {
+                    outputs[i].d[axis] = size_of(axes[axis], inputs, builder);
+                }
+            }
             return kSuccess;
         });
 }
@@ -135,7 +134,7 @@ int32_t StepPlugin::getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t n
 bool StepPlugin::supportsFormatCombination(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
     int32_t num_inputs, int32_t num_outputs) noexcept
 {
-    if (num_inputs != mContract->inputs.count || num_outputs != mContract->outputs.count || position < 0
+    if (num_inputs != mProgram->inputs.count || num_outputs != mProgram->outputs.count || position < 0
         || position >= num_inputs + num_outputs)
     {
         return false;
@@ -146,18 +145,17 @@ bool StepPlugin::supportsFormatCombination(int32_t position, nvinfer1::DynamicPl
         return false;
     }
     TensorType const rule =
-        position < num_inputs ? mContract->inputs[position].type : mContract->outputs[position - num_inputs].type;
+        position < num_inputs ? mProgram->inputs[position].type : mProgram->outputs[position - num_inputs].type;
     return has_type(rule, tensor.type, tensors[0].desc.type);
 }
 
 int32_t StepPlugin::configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
     nvinfer1::DynamicPluginTensorDesc const*, int32_t num_outputs) noexcept
 {
-    return logged(mContract->name, kFailure,
+    return logged(mProgram->name, kFailure,
         [&]
         {
-            auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            check_build(dims.data(), float_type_of(inputs[0].desc.type));
+            static_cast<void>(workspace_of(max_node(inputs, num_inputs, num_outputs)));
             return kSuccess;
         });
 }
@@ -166,18 +164,14 @@ size_t StepPlugin::getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inp
     nvinfer1::DynamicPluginTensorDesc const*, int32_t num_outputs) const noexcept
 {
     // TensorRT cannot be told of an error here; configurePlugin has refused what would be one.
-    return logged(mContract->name, size_t{0},
-        [&]
-        {
-            auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            return workspace_bytes(dims.data(), float_type_of(inputs[0].desc.type));
-        });
+    return logged(
+        mProgram->name, size_t{0}, [&] { return workspace_of(max_node(inputs, num_inputs, num_outputs)); });
 }
 
 int32_t StepPlugin::onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
     nvinfer1::PluginTensorDesc const*, int32_t num_outputs) noexcept
 {
-    return logged(mContract->name, kFailure,
+    return logged(mProgram->name, kFailure,
         [&]
         {
             check_counts(num_inputs, num_outputs);
@@ -194,7 +188,7 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
         warn_once_that_building_does_not_run();
         return kSuccess;
     }
-    return logged(mContract->name, kFailure,
+    return logged(mProgram->name, kFailure,
         [&]
         {
             if (!mPrepared || !mPrepared->has_shapes_of(input_descs))
@@ -205,6 +199,8 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
             return kSuccess;
         });
 }
+
+void StepPlugin::load(Node const&, Device const&) const {}
 
 void StepPlugin::run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const*,
     CallTensors const& tensors, CUstream stream) const
@@ -219,7 +215,7 @@ nvinfer1::IPluginV3* StepPlugin::attachToContext(nvinfer1::IPluginResourceContex
 
 nvinfer1::PluginFieldCollection const* StepPlugin::getFieldsToSerialize() noexcept
 {
-    return logged<nvinfer1::PluginFieldCollection const*>(mContract->name, nullptr,
+    return logged<nvinfer1::PluginFieldCollection const*>(mProgram->name, nullptr,
         [&]
         {
             mSerialized = mFields.serialized();
@@ -246,43 +242,63 @@ void StepPlugin::prepare_for(nvinfer1::PluginTensorDesc const* inputs)
         return; // another input of the engine has changed
     }
     mPrepared.reset(); // nothing runs with what an error leaves
-    std::vector<nvinfer1::PluginTensorDesc> const descs(inputs, inputs + mContract->inputs.count);
-    std::vector<nvinfer1::Dims> dims;
+    std::vector<nvinfer1::PluginTensorDesc> const descs(inputs, inputs + mProgram->inputs.count);
+    Node node{float_type_of(inputs[0].type), {}, mFields.numbers()};
     for (nvinfer1::PluginTensorDesc const& desc : descs)
     {
-        dims.push_back(desc.dims);
+        node.shapes.push_back(shape_of(desc.dims));
     }
-    mPrepared = Prepared{descs, device, prepare(dims.data(), float_type_of(inputs[0].type), device)};
+    if (!mLoaded || !(*mLoaded == device))
+    {
+        load(node, device);
+        mLoaded = device;
+    }
+    mPrepared = Prepared{descs, device, launches_of(node, device)};
 }
 
-int32_t StepPlugin::input_index(char const* name) const
+nvinfer1::IDimensionExpr const* StepPlugin::size_of(
+    OutputAxis const& axis, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const
 {
-    return index_in(mContract->inputs, name);
+    using Operation = nvinfer1::DimensionOperation;
+    auto const at = [&](AxisPlace const& place) { return inputs[place.input].d[place.axis]; };
+    nvinfer1::IDimensionExpr const* product = nullptr;
+    for (auto const& [constant, field, size, divisor] : axis)
+    {
+        nvinfer1::IDimensionExpr const* factor = field != nullptr ? builder.constant(mFields.integer(field))
+            : size.input >= 0                                    ? at(size)
+                                                                 : builder.constant(constant);
+        if (divisor.input >= 0)
+        {
+            factor = builder.operation(Operation::kFLOOR_DIV, *factor, *at(divisor));
+        }
+        product = product == nullptr ? factor : builder.operation(Operation::kPROD, *product, *factor);
+    }
+    return product;
 }
 
 void StepPlugin::check_counts(int32_t num_inputs, int32_t num_outputs) const
 {
-    if (num_inputs != mContract->inputs.count || num_outputs != mContract->outputs.count)
+    if (num_inputs != mProgram->inputs.count || num_outputs != mProgram->outputs.count)
     {
         throw Problem("tensors",
-            std::to_string(mContract->inputs.count) + " inputs and " + std::to_string(mContract->outputs.count)
+            std::to_string(mProgram->inputs.count) + " inputs and " + std::to_string(mProgram->outputs.count)
                 + " outputs",
             std::to_string(num_inputs) + " and " + std::to_string(num_outputs), "They stand in plugins/README.md.");
     }
 }
 
-std::vector<nvinfer1::Dims> StepPlugin::max_dims(
+Node StepPlugin::max_node(
     nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs, int32_t num_outputs) const
 {
     check_counts(num_inputs, num_outputs);
-    std::vector<nvinfer1::Dims> dims;
+    Node node{float_type_of(inputs[0].desc.type), {}, mFields.numbers()};
     for (int32_t i = 0; i < num_inputs; ++i)
     {
-        check_rank(mContract->inputs[i], inputs[i].max.nbDims);
-        check_type(mContract->inputs[i].name, mContract->inputs[i].type, inputs[i].desc.type, inputs[0].desc.type);
-        dims.push_back(inputs[i].max);
+        check_rank(mProgram->inputs[i], inputs[i].max.nbDims);
+        check_type(mProgram->inputs[i].name, mProgram->inputs[i].type, inputs[i].desc.type, inputs[0].desc.type);
+        node.shapes.push_back(shape_of(inputs[i].max));
     }
-    return dims;
+    return node;
 }
 
 } // namespace dflash_trt

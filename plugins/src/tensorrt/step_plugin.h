@@ -1,8 +1,7 @@
 // What all plugins of the library have in common: the contract as data, behind TensorRT's interfaces.
 #pragma once
 
-#include "contract/contract.h"
-#include "operations/float_type.h"
+#include "program/run_program.h"
 #include "runtime/device.h"
 #include "runtime/prepared_launch.h"
 #include "tensorrt/plugin_fields.h"
@@ -16,8 +15,8 @@
 namespace dflash_trt
 {
 
-/// Types, formats, fields and errors come from the contract. A subclass knows its shapes and what it runs; it
-/// may throw, and every interface function turns that into a log line and TensorRT's own kind of failure.
+/// Types, formats, shapes and fields come from the program. A subclass knows what it runs; it may throw, and every
+/// interface function turns that into a log line and TensorRT's own kind of failure.
 ///
 /// A plugin made for building never launches anything. TensorRT may time it, with whatever the memory holds: page
 /// numbers and lengths that lead anywhere.
@@ -27,7 +26,7 @@ class StepPlugin : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneRuntime
 {
 public:
-    StepPlugin(PluginContract const& contract, PluginFields fields, nvinfer1::TensorRTPhase phase);
+    StepPlugin(Program const& program, PluginFields fields, nvinfer1::TensorRTPhase phase);
 
     // IPluginV3
     nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
@@ -62,22 +61,18 @@ public:
 
 protected:
     [[nodiscard]] virtual std::unique_ptr<StepPlugin> copy() const = 0;
-    virtual void set_output_shapes(
-        nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const = 0;
-    /// Throws Problem for sizes that contradict each other, or that no kernel serves. `max` are the largest shapes,
-    /// `type` the network's own.
-    virtual void check_build(nvinfer1::Dims const* max, FloatType type) const = 0;
-    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const = 0;
-    /// All of enqueue for inputs of these shapes; only addresses change from call to call.
-    [[nodiscard]] virtual PreparedLaunches prepare(
-        nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
+    /// Throws Problem for sizes that contradict each other, or that no kernel serves.
+    [[nodiscard]] virtual size_t workspace_of(Node const& max) const = 0;
+    /// Once for a device, with the first shapes: what steps of any shapes may launch.
+    virtual void load(Node const& node, Device const& device) const;
+    /// All of enqueue for such a node; only addresses change from call to call.
+    [[nodiscard]] virtual PreparedLaunches launches_of(Node const& node, Device const& device) const = 0;
     /// One call: the launches that were prepared for inputs of these shapes, or what a subclass does instead.
     virtual void run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const* inputs,
         CallTensors const& tensors, CUstream stream) const;
 
     [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
-    [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }
-    [[nodiscard]] int32_t input_index(char const* name) const;
+    [[nodiscard]] Program const& program() const noexcept { return *mProgram; }
 
 private:
     /// The launches of a context's last shapes.
@@ -92,13 +87,16 @@ private:
 
     void prepare_for(nvinfer1::PluginTensorDesc const* inputs);
     void check_counts(int32_t num_inputs, int32_t num_outputs) const;
-    /// Largest shapes of the inputs, after their types and ranks were checked.
-    [[nodiscard]] std::vector<nvinfer1::Dims> max_dims(
+    /// With the largest shapes of the inputs, after their types and ranks were checked.
+    [[nodiscard]] Node max_node(
         nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs, int32_t num_outputs) const;
+    [[nodiscard]] nvinfer1::IDimensionExpr const* size_of(
+        OutputAxis const& axis, nvinfer1::DimsExprs const* inputs, nvinfer1::IExprBuilder& builder) const;
 
-    PluginContract const* mContract;
+    Program const* mProgram;
     PluginFields mFields;
     nvinfer1::TensorRTPhase mPhase;
+    std::optional<Device> mLoaded; // whose kernels are
     std::optional<Prepared> mPrepared;
     std::vector<nvinfer1::PluginField> mSerialized; // what getFieldsToSerialize gave
     nvinfer1::PluginFieldCollection mCollection{};

@@ -1,8 +1,8 @@
 // TensorRT's data types and the contract's.
 #pragma once
 
-#include "contract/contract.h"
-#include "operations/float_type.h"
+#include "program/program.h"
+#include "runtime/float_type.h"
 
 #include <NvInferRuntime.h>
 

@@ -25,11 +25,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(demo, tmp_path_factory.mktemp("serve"), "--tool-call-parser", "hermes") as running:
+    with serving(
+        demo, tmp_path_factory.mktemp("serve"), "--tool-call-parser", "hermes", "--draft-length", "7"
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
 def offline(demo: Path) -> Iterator[LLM]:
-    with LLM(demo, num_threads=1) as llm:
+    with LLM(demo, num_threads=1, draft_length=7) as llm:  # as the server: tests count drafts
         yield llm

@@ -29,8 +29,8 @@ from dflash_trt.servers.dynamo.service import EngineService, RegisteredLimits, o
 from dflash_trt.servers.dynamo.settings import WorkerSettings
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.statistics import Distribution, EngineStatistics
-from dflash_trt.serving.stream_chunk import StreamChunk
 from tests.cli.calls import RecordedError, Recorder
 
 LIMITS = SimpleNamespace(max_batch_size=3, max_seq_len=64, max_num_tokens=48, page_size=16, num_pages=12)

@@ -11,7 +11,7 @@ from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent
 from dflash_trt.servers.dynamo.request_fields import FIELDS, read_request
 from dflash_trt.servers.dynamo.responses import response, speculation
 from dflash_trt.servers.dynamo.settings import sampling_defaults
-from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.output_processor import StreamChunk
 
 
 def request(**groups: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _INSTRUCTION_SETS: Final = {
 }
 # Loops are OpenMP's, but the library names no runtime: it finds the one that PyTorch has loaded, with its threads.
 _COMPILE: Final = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
-_LINK: Final = ("-shared", "-Wl,-z,now", "-Wl,-Bsymbolic")  # what is missing fails at load, not in a call
+_LINK: Final = ("-shared", "-Wl,-z,now", "-Wl,-Bsymbolic")  # a missing symbol fails at load, not in a call
 _TIME_LIMIT_S: Final = 300
 _HASH_BYTES: Final = hashlib.sha256().digest_size
 
@@ -103,7 +103,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _check_owner(path: Path) -> None:
-    """Raises UnavailableError where another user could have put something else: its code would run in this process."""
+    """Raise UnavailableError if another user could have written it: its code would run in this process."""
     found = path.stat()
     if found.st_uid not in (os.geteuid(), 0):
         reason, hint = f"belongs to user {found.st_uid}", "set XDG_CACHE_HOME to a directory of your own"

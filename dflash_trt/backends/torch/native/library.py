@@ -1,4 +1,4 @@
-"""The library of CPU kernels in this process: its functions, with the types of their arguments (`src/kernels.h`).
+"""The loaded library of CPU kernels: its functions, with argument types (`src/kernels.h`).
 
 A function that takes addresses trusts them: `linear.py` and `ops.py`, its only callers, check shapes and dtypes.
 """
@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, Unsupported
 
 _LOG = logging.getLogger(__name__)
 
-_VERSION: Final = 2  # of src/kernels.h
+_VERSION: Final = 2  # src/kernels.h has the same
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_void_p),
     "linear": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32),

@@ -1,4 +1,4 @@
-"""Linear layers of the CPU kernels: float32 activations and sums, weights in bfloat16 wherever that holds them exactly.
+"""Linear layers of the CPU kernels: float32 activations and sums, bfloat16 weights if that is exact.
 
 A row's sums are made in the order of the inputs, however many rows a call has (`src/product.h`).
 """

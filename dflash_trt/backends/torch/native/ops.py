@@ -24,7 +24,7 @@ from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache
 
 _PANEL: Final = 32  # kPanel of src/product.h
-_MAX_HEAD_DIM: Final = 1024  # of the zeros in src/attention.cpp
+_MAX_HEAD_DIM: Final = 1024  # size of the zeros in src/attention.cpp
 
 
 def fits(dtype: torch.dtype, states: EngineStates) -> bool:
@@ -106,9 +106,7 @@ class NativeOps(TorchOps):
         self._num_threads = torch.get_num_threads()
         super().__init__(inputs, rope_tables, **step)
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if weight is None:
-            return super().rms_norm(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         width = weight.shape[-1]
         num_weights = 1 if weight.dim() == 1 else len(weight)

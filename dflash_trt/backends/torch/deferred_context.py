@@ -1,0 +1,217 @@
+"""The drafter's context of steps without drafts, computed only for requests that draft later.
+
+Context K/V of DFlash depend on the target's taps and on positions alone. So a step with K = 0 keeps the taps, and the
+next step with drafts computes what its requests lack. Taps of the latest steps wait in a log, which is then sorted into
+blocks of memory, one per page. When no block is free, the ones that were written to longest ago are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.page_budget import PagePlan
+from dflash_trt.backends.torch.ops import TorchOps
+from dflash_trt.core.array import Array
+from dflash_trt.network.decoder import TargetRun
+from dflash_trt.network.drafters.base import DraftLayer
+from dflash_trt.network.drafters.dflash import DFlashDrafter
+from dflash_trt.network.ops import Acceptance, Ops, Rows
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import StepState
+from dflash_trt.network.step import Network
+
+_MEMORY_FRACTION = 8  # taps take at most an eighth of the memory for K/V
+_FREED_FRACTION = 8  # of the blocks, computed together when none is free
+_PAGES_PER_CALL = 64
+_MAX_LOGGED_STEPS, _FEWEST_LOGGED_TOKENS, _MOST_LOGGED_TOKENS = 128, 512, 8192  # at which the log is sorted
+
+
+def deferred_context(
+    network: Network[Tensor], page_plan: PagePlan, *, max_batch_size: int, max_num_tokens: int, dtype: torch.dtype
+) -> DeferredContext | None:
+    """None if the drafter's context is not DFlash's or has pages of its own, or if memory is short."""
+    drafter = network.drafter
+    if not isinstance(drafter, DFlashDrafter) or page_plan.page_windows:
+        return None
+    num_row_bytes = len(drafter.tap_layer_ids) * drafter.spec.target_hidden_size * dtype.itemsize
+    num_blocks = page_plan.total_bytes // _MEMORY_FRACTION // (page_plan.page_size * num_row_bytes)
+    num_blocks = min(num_blocks, page_plan.num_pages)
+    # A log has a page for each of its requests that is not full, and takes at most half of the blocks.
+    num_logged = (num_blocks // 2 - 2 * max_batch_size) * page_plan.page_size - max_num_tokens
+    if num_logged < _FEWEST_LOGGED_TOKENS:
+        return None
+    num_logged = min(num_logged, _MOST_LOGGED_TOKENS)
+    return DeferredContext(drafter, page_plan, num_blocks=num_blocks, num_logged_tokens=num_logged, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """Taps of a step, and where its tokens are."""
+
+    taps: Sequence[Tensor]  # [N, H]
+    positions: Tensor
+    token_offsets: Tensor
+    page_table: Tensor
+
+    def pages(self, page_size: int) -> Array:
+        """The page of each token."""
+        table, num_tokens = self.page_table.numpy(), np.diff(self.token_offsets.numpy())
+        requests = np.repeat(np.arange(len(table)), num_tokens)
+        pages: Array = table[requests, self.positions.numpy() // page_size]
+        return pages
+
+
+class DeferredContext:
+    """Implements Drafter[Tensor]: a DFlash drafter whose `observe` waits for a step with drafts."""
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter[Tensor],
+        page_plan: PagePlan,
+        *,
+        num_blocks: int,
+        num_logged_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._drafter = drafter
+        self._page_size = page_plan.page_size
+        self._width = drafter.spec.target_hidden_size
+        self._log: list[_Logged] = []
+        self._num_logged, self._most_logged = 0, num_logged_tokens
+        # Memory that is never written to costs nothing.
+        num_rows, row_width = num_blocks * self._page_size, len(drafter.tap_layer_ids) * self._width
+        self._taps = torch.empty((num_rows, row_width), dtype=dtype)
+        self._blocks = np.full(page_plan.num_pages, -1)  # of pages
+        # Of blocks: the page, its number in a sequence, the part of it that is kept, and when it was written to.
+        self._pages, self._columns, self._starts, self._stops, self._written = np.zeros((5, num_blocks), np.int64)
+        self._free = list(reversed(range(num_blocks)))
+        self._num_sorted = 0  # times
+
+    @property
+    def layers(self) -> Sequence[DraftLayer[Tensor]]:
+        return self._drafter.layers
+
+    @property
+    def tap_layer_ids(self) -> Sequence[int]:
+        return self._drafter.tap_layer_ids
+
+    def propose(
+        self, ops: Ops[Tensor], acceptance: Acceptance[Tensor], state: StepState[Tensor], num_draft_tokens: int
+    ) -> Proposal[Tensor]:
+        return self._drafter.propose(ops, acceptance, state, num_draft_tokens)
+
+    def observe(
+        self,
+        ops: Ops[Tensor],
+        token_ids: Tensor,
+        target: TargetRun[Tensor],
+        acceptance: Acceptance[Tensor],
+        state: StepState[Tensor],
+    ) -> None:
+        assert isinstance(ops, TorchOps)
+        rows = target.rows
+        if not ops.num_draft_tokens:
+            assert rows.token_offsets is not None
+            where = rows.positions.clone(), rows.token_offsets.clone(), rows.page_table.clone()
+            self._log.append(_Logged(target.taps, *where))
+            self._num_logged += len(rows.positions)
+            if self._num_logged >= self._most_logged or len(self._log) >= _MAX_LOGGED_STEPS:
+                self._sort_log(ops, acceptance, state)
+            return
+        if self._log:
+            self._sort_log(ops, acceptance, state)
+        if len(self._free) < len(self._pages):
+            self._compute(ops, self._blocks_of(rows), acceptance, state)
+        self._drafter.observe(ops, token_ids, target, acceptance, state)
+
+    def _blocks_of(self, rows: Rows[Tensor]) -> Array:
+        """Blocks of what the rows' requests have in pages."""
+        num_pages = -(-rows.context_lens.numpy() // self._page_size)
+        table = rows.page_table.numpy()
+        blocks = self._blocks[table[np.arange(table.shape[1]) < num_pages[:, None]]]
+        found: Array = np.unique(blocks[blocks >= 0])
+        return found
+
+    def _sort_log(self, ops: TorchOps, acceptance: Acceptance[Tensor], state: StepState[Tensor]) -> None:
+        log, self._log, self._num_logged = self._log, [], 0
+        self._num_sorted += 1
+        pages = np.concatenate([step.pages(self._page_size) for step in log])
+        positions = torch.cat([step.positions for step in log]).numpy()
+        new = np.unique(pages[self._blocks[pages] < 0])
+        if len(new) > len(self._free):
+            self._compute(ops, self._oldest(len(new) - len(self._free), pages), acceptance, state)
+            new = np.unique(pages[self._blocks[pages] < 0])
+        for page in new.tolist():
+            block = self._blocks[page] = self._free.pop()
+            self._pages[block], self._starts[block], self._stops[block] = page, 0, 0
+        self._note(pages, *np.divmod(positions, self._page_size))
+        rows = torch.from_numpy(self._blocks[pages] * self._page_size + positions % self._page_size)
+        for index, taps in enumerate(zip(*(step.taps for step in log), strict=True)):
+            kept = self._taps[:, index * self._width : (index + 1) * self._width]
+            kept.index_copy_(0, rows, taps[0] if len(taps) == 1 else torch.cat(taps))
+
+    def _note(self, pages: Array, columns: Array, offsets: Array) -> None:
+        """Note which part of its page each block has, of tokens in the order in which they were computed."""
+        order = np.argsort(pages, kind="stable")
+        pages, columns, offsets = pages[order], columns[order], offsets[order]
+        is_last = np.append((pages[1:] != pages[:-1]) | (offsets[1:] != offsets[:-1] + 1), True)
+        is_first = np.append(True, is_last[:-1])
+        for page, column, start, stop in zip(
+            pages[is_first].tolist(),
+            columns[is_first].tolist(),
+            offsets[is_first].tolist(),
+            (offsets[is_last] + 1).tolist(),
+            strict=True,
+        ):
+            block = self._blocks[page]
+            # Otherwise the page has another owner now, or is computed again.
+            continues = column == self._columns[block] and self._starts[block] < start <= self._stops[block]
+            self._starts[block] = self._starts[block] if continues else start
+            self._columns[block], self._stops[block], self._written[block] = column, stop, self._num_sorted
+
+    def _oldest(self, num_blocks: int, pages: Array) -> Array:
+        """At least `num_blocks` of those in use, none of `pages`."""
+        used = np.setdiff1d(np.arange(len(self._pages)), np.append(self._free, self._blocks[pages]))
+        num_blocks = max(num_blocks, len(self._pages) // _FREED_FRACTION)
+        oldest: Array = used[np.argsort(self._written[used], kind="stable")[:num_blocks]]
+        return oldest
+
+    def _compute(self, ops: TorchOps, blocks: Array, acceptance: Acceptance[Tensor], state: StepState[Tensor]) -> None:
+        """Write the context K/V of these blocks' pages, and free them."""
+        for first in range(0, len(blocks), _PAGES_PER_CALL):
+            part = blocks[first : first + _PAGES_PER_CALL]
+            self._compute_part(ops, part, acceptance, state)
+            self._blocks[self._pages[part]] = -1
+            self._free += part.tolist()
+
+    def _compute_part(
+        self, ops: TorchOps, blocks: Array, acceptance: Acceptance[Tensor], state: StepState[Tensor]
+    ) -> None:
+        """As a step in which every page is a request."""
+        starts, stops, columns = self._starts[blocks], self._stops[blocks], self._columns[blocks]
+        token_offsets = np.append(0, np.cumsum(stops - starts))
+        offsets = np.arange(token_offsets[-1]) + np.repeat(starts - token_offsets[:-1], stops - starts)
+        request = np.repeat(np.arange(len(blocks)), stops - starts)
+        page_table = np.zeros((len(blocks), columns.max() + 1), np.int32)
+        page_table[np.arange(len(blocks)), columns] = self._pages[blocks]
+        ends = _int32(columns * self._page_size + stops)
+        ops = ops.for_rows(
+            token_ids=torch.zeros(len(offsets), dtype=torch.int32),
+            positions=_int32(columns[request] * self._page_size + offsets),
+            token_offsets=_int32(token_offsets),
+            context_lens=_int32(columns * self._page_size + starts),
+            page_table=torch.from_numpy(page_table),
+        )
+        kept = self._taps.index_select(0, torch.from_numpy(blocks[request] * self._page_size + offsets))
+        taps = [kept[:, start : start + self._width] for start in range(0, kept.shape[1], self._width)]
+        target = TargetRun(hidden=kept, taps=taps, rows=ops.token_rows())
+        self._drafter.observe(ops, target.rows.positions, target, replace(acceptance, next_context_lens=ends), state)
+
+
+def _int32(values: Array) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))

@@ -1,0 +1,295 @@
+"""`dflash-trt plan --gpus N`: the best layout, format, batch and K of a node for a goal."""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from dflash_trt.cli.build import build
+from dflash_trt.cli.plan_sweep import require_bandwidth
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.draft_lengths import lengths_text
+from dflash_trt.core.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from dflash_trt.checkpoint.specs import PairSpecs
+    from dflash_trt.plan.gpus import Gpu
+    from dflash_trt.plan.step_costs import StepClock, StepCosts
+    from dflash_trt.simulation.acceptance import AcceptanceByPosition
+    from dflash_trt.simulation.advice import Choice, Goal, Layout
+
+_NUM_ALTERNATIVES = 6
+_LARGE = {"max_batch_size": 256, "max_num_tokens": 8192}  # limits to choose within, where none are told
+_WIDTH = 100  # columns, where there is no terminal
+_ASSUMED_RATE = 0.8  # of each draft after an accepted one, where nothing is told
+_FACTORS = (0.85, 1.0, 1.1)
+# Options of `build` that the choice decides, and those that need a drafter.
+_CHOSEN = ("tp_size", "ep_size", "quantization", "max_batch_size", "max_num_tokens")
+_OF_DRAFTS = ("drafter", "drafter_overrides", "drafter_quantization", "draft_window", "max_draft_len")
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+OPTIONS = (
+    click.option(
+        "--gpus",
+        "num_gpus",
+        type=click.IntRange(1, 1024),
+        metavar="N",
+        help="Name the best layout, format, batch and K of N GPUs, for --per-user or --ttft, else for throughput.",
+    ),
+    click.option("--ttft", "ttft_ms", type=_POSITIVE, metavar="MS", help="With --gpus: time to first token, at most."),
+    click.option(
+        "--price", type=_POSITIVE, metavar="PER_HOUR", help="With --gpus: price of a GPU hour, for the cost of tokens."
+    ),
+)
+OPTION_NAMES = ("num_gpus", "ttft_ms", "price")
+SHARED = ("accepted", "per_user", "prompt_tokens", "output_tokens")  # with --sweep
+
+
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    """Raises ConfigError: options of an advice without --gpus."""
+    given = [f"--{name.removesuffix('_ms')}" for name in OPTION_NAMES[1:] if options[name] is not None]
+    if given:
+        raise ConfigError.about(
+            "plan", expected="--gpus with its options", found=", ".join(given), hint="Add --gpus N."
+        )
+
+
+def run_advice(
+    config: BuildConfig,
+    pair: "PairSpecs",
+    target: "PairSpecs",
+    gpu: "Gpu",
+    costs: "StepCosts | None",
+    options: dict[str, Any],
+    *,
+    command: "BuildCommand",
+    as_json: bool,
+) -> None:
+    """Compare every engine of the pair, and of the target alone, on the GPUs, and print the best.
+
+    Raises:
+        ConfigError: nothing is known about the GPU's speed, or an option is wrong.
+        CapacityError: no engine fits, or none is as fast as asked.
+    """
+    from dflash_trt.plan.step_costs import clock_of
+    from dflash_trt.simulation.advice import Goal, choices, layouts
+    from dflash_trt.simulation.load import Lengths
+
+    require_bandwidth(gpu, "--gpus")
+    if not config.model_fields_set & {"max_batch_size", "max_num_tokens"}:
+        config = config.model_copy(update=_LARGE)
+    if len(options["per_user"]) > 1 or len(options["accepted"]) > 1:
+        raise ConfigError.about("--gpus", expected="one --per-user and one --accepted", found="several")
+    goal = Goal(
+        num_gpus=options["num_gpus"],
+        lengths=Lengths(
+            num_prompt_tokens=options["prompt_tokens"] or 1024, num_output_tokens=options["output_tokens"] or 256
+        ),
+        per_user=next(iter(options["per_user"]), None),
+        time_to_first_token_s=options["ttft_ms"] and options["ttft_ms"] / 1e3,
+    )
+    clock = clock_of(gpu, costs)
+    acceptance, is_assumed = _acceptance(pair, options["accepted"])
+    sides = [(pair, acceptance), (target, None)] if acceptance is not None else [(target, None)]
+    found, reasons = layouts(config, sides, clock, goal)
+    if not found:
+        raise CapacityError("plan --gpus: no engine fits\n" + "\n".join(reasons))
+    best = choices(found, goal)
+    if not best:
+        alone = [layout.best_k(1) for layout in found]
+        fastest = max(speed.tok_per_s_per_user for speed in alone)
+        soonest_ms = 1e3 * min(speed.time_to_first_token_s for speed in alone)
+        hint = f"A single user gets at most {fastest:.0f} tok/s, and a first token in {soonest_ms:.1f} ms at best."
+        wanted = " and ".join(_goals(goal))
+        raise CapacityError.about("plan --gpus", expected=wanted, found="no engine that is as fast", hint=hint)
+    report = _report(config, command, goal, clock, best, options["price"])
+    report["left_out"] = reasons
+    report["accepted"] = None if acceptance is None else list(acceptance.fractions)
+    report["is_acceptance_assumed"] = is_assumed
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _print(report)
+
+
+def _goals(goal: "Goal") -> list[str]:
+    texts = [] if goal.per_user is None else [f"{goal.per_user:g} tok/s per user"]
+    limit_s = goal.time_to_first_token_s
+    return texts if limit_s is None else [*texts, f"a first token in {1e3 * limit_s:g} ms"]
+
+
+def _acceptance(pair: "PairSpecs", accepted: Sequence[str]) -> "tuple[AcceptanceByPosition | None, bool]":
+    """What was told, or what is assumed; None without a drafter."""
+    from dflash_trt.simulation.acceptance import AcceptanceByPosition, read_acceptance
+
+    if pair.draft is None:
+        return None, False
+    if accepted:
+        return read_acceptance(accepted[0], algorithm=pair.draft.algorithm), False
+    return AcceptanceByPosition(tuple(_ASSUMED_RATE**i for i in range(1, pair.draft.max_draft_len + 1))), True
+
+
+def _report(
+    config: BuildConfig,
+    command: "BuildCommand",
+    goal: "Goal",
+    clock: "StepClock",
+    best: "Sequence[Choice]",
+    price: float | None,
+) -> dict[str, Any]:
+    from dflash_trt.plan.step_costs import assumptions_of
+    from dflash_trt.simulation.advice import other_acceptance
+
+    def row(choice: "Choice") -> dict[str, Any]:
+        speed, layout = choice.speed, choice.layout
+        per_hour = None if price is None else price * goal.num_gpus
+        cost = None if per_hour is None else 1e6 * per_hour / (3600 * speed.output_tok_per_s)
+        return {
+            "layout": layout.name,
+            "format": layout.format,
+            "has_drafter": layout.has_drafter,
+            **asdict(speed),
+            "output_tok_per_s_per_gpu": speed.output_tok_per_s / goal.num_gpus,
+            "kv_tokens": 0 if layout.made.pages is None else layout.made.pages.num_tokens,
+            "max_requests": layout.max_requests,
+            "price_per_million_tokens": cost,
+        }
+
+    first = best[0]
+    lengths = first.layout.draft_lengths()
+    return {
+        "subject": Path(str(config.target)).name,
+        "gpu": clock.gpu.name,
+        "num_gpus": goal.num_gpus,
+        "goals": _goals(goal),
+        "prompt_tokens": goal.lengths.num_prompt_tokens,
+        "output_tokens": goal.lengths.num_output_tokens,
+        "choices": [row(choice) for choice in _distinct(best)],
+        "draft_lengths": {str(size): length for size, length in lengths.items()},
+        "commands": [command.of(first), _serve_command(first.layout)],
+        "sensitivity": [
+            {"factor": factor, **row(other_acceptance(first, factor))}
+            for factor in _FACTORS
+            if first.layout.has_drafter
+        ],
+        "assumptions": list(assumptions_of(clock)),
+    }
+
+
+def _distinct(best: "Sequence[Choice]") -> "list[Choice]":
+    """The best of each layout in its best format, with a drafter and without, and the best of each other format."""
+    kept: dict[object, Choice] = {}
+    for choice in best:
+        kept.setdefault((choice.layout.name, choice.layout.has_drafter), choice)
+        kept.setdefault(choice.layout.format, choice)
+    rows = list({id(choice): choice for choice in kept.values()}.values())
+    plain = [choice for choice in rows if not choice.layout.has_drafter]
+    drafted = [choice for choice in rows if choice.layout.has_drafter]
+    shown = [*drafted[: _NUM_ALTERNATIVES - 2], *plain[:2]] if drafted else plain[:_NUM_ALTERNATIVES]
+    return sorted(shown, key=lambda choice: -choice.speed.output_tok_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildCommand:
+    """What was given of `build`: the configuration's file or recipe, and the words of each option by name."""
+
+    config_file: str | None
+    options: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def given(cls, config_file: str | None, flags: Mapping[str, Any]) -> Self:
+        options = {}
+        for param in build.params:
+            value = flags.get(param.name or "")
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            options[str(param.name)] = [word for each in values for word in (param.opts[0], str(each))]
+        return cls(config_file, options)
+
+    def of(self, choice: "Choice") -> str:
+        """The command that builds the choice."""
+        layout, mapping = choice.layout, choice.layout.made.pretrained_config.mapping
+        limits = layout.made.build_config
+        decided = _CHOSEN if layout.has_drafter else (*_CHOSEN, *_OF_DRAFTS)
+        words = ["dflash-trt", "build", *([self.config_file] if self.config_file else [])]
+        words += [word for name, given in self.options.items() if name not in decided for word in given]
+        words += [] if layout.has_drafter else ["--drafter", "none"]
+        words += ["--tp-size", str(mapping.tp_size), "--ep-size", str(mapping.ep_size)] if mapping.tp_size > 1 else []
+        words += ["--quantization", layout.format] if layout.format else []
+        words += ["--max-batch-size", str(limits.max_batch_size), "--max-num-tokens", str(limits.max_num_tokens)]
+        return shlex.join([*words, "-o", "build/engine"])
+
+
+def _serve_command(layout: "Layout") -> str:
+    words = ["dflash-trt", "serve", "build/engine"]
+    num_gpus = layout.num_replicas * layout.made.pretrained_config.mapping.world_size
+    words += ["--gpus", ",".join(map(str, range(num_gpus)))] if num_gpus > 1 else []
+    words += ["--draft-length", lengths_text(layout.draft_lengths())] if layout.has_drafter else []
+    return shlex.join(words)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, _WIDTH)
+    subject, goals = report["subject"], " and ".join(report["goals"]) or "the most tok/s"
+    lengths = f"{report['prompt_tokens']} tokens a prompt, {report['output_tokens']} an answer"
+    node = f"{report['num_gpus']} x {report['gpu']}"
+    console.print(f"{subject} on {node} for {goals}, {lengths}: calculated, not measured", soft_wrap=True)
+    has_price = report["choices"][0]["price_per_million_tokens"] is not None
+    table = Table()
+    for heading in ("layout", "format", "K", "requests", "tok/s", "per GPU", "per user", "TTFT ms"):
+        table.add_column(heading, justify="left" if heading in ("layout", "format") else "right")
+    if has_price:
+        table.add_column("per M tokens", justify="right")
+    for choice in report["choices"]:
+        table.add_row(*_cells(choice, has_price=has_price))
+    console.print(table)
+    best = report["choices"][0]
+    by_requests = {int(size): length for size, length in report["draft_lengths"].items()}
+    if not best["has_drafter"]:
+        console.print("the drafter does not pay here: best without it", soft_wrap=True)
+    else:
+        console.print(f"K by requests of a replica: {lengths_text(by_requests)}", soft_wrap=True)
+    for item in report["sensitivity"]:
+        console.print(
+            f"drafts accepted {item['factor']:g} times as often: K = {item['num_draft_tokens']}, "
+            f"{item['acceptance_length']:.2f} tokens a step, {item['tok_per_s_per_user']:.0f} tok/s per user, "
+            f"{item['output_tok_per_s_per_gpu']:.0f} per GPU",
+            soft_wrap=True,
+        )
+    for command in report["commands"]:
+        console.print(f"    {command}", soft_wrap=True)
+    if report["is_acceptance_assumed"]:
+        console.print(
+            f"assumed: {_ASSUMED_RATE:.0%} of drafts are accepted after an accepted one; --accepted takes what "
+            "`dflash-trt bench speedup --json` measured",
+            soft_wrap=True,
+        )
+    for text in (*report["assumptions"], *(f"left out: {reason}" for reason in report["left_out"])):
+        console.print(text if text.startswith("left out") else f"assumed: {text}", soft_wrap=True)
+
+
+def _cells(choice: dict[str, Any], *, has_price: bool) -> list[str]:
+    cells = [
+        choice["layout"],
+        choice["format"] or "as stored",
+        str(choice["num_draft_tokens"]) if choice["has_drafter"] else "no drafter",
+        f"{choice['num_requests']}",
+        f"{choice['output_tok_per_s']:.0f}",
+        f"{choice['output_tok_per_s_per_gpu']:.0f}",
+        f"{choice['tok_per_s_per_user']:.0f}",
+        f"{1e3 * choice['time_to_first_token_s']:.0f}",
+    ]
+    return [*cells, f"{choice['price_per_million_tokens']:.3g}"] if has_price else cells

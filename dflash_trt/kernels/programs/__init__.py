@@ -1,0 +1,46 @@
+"""The operations of the plugin library as data: what a node takes and gives, and its launches.
+
+The library is generated from them (`plugins/aot`), a network names its nodes by them, and plugins/README.md says what
+they compute.
+"""
+
+from typing import Final
+
+from dflash_trt.kernels.programs.collectives import ALL_GATHER, ALL_REDUCE
+from dflash_trt.kernels.programs.experts import EXPERTS
+from dflash_trt.kernels.programs.gated_delta import GATED_DELTA
+from dflash_trt.kernels.programs.latents import ATTEND_LATENTS
+from dflash_trt.kernels.programs.pages import ATTEND_DRAFT, ATTEND_PAGES, PREVIOUS_ROWS, WRITE_DRAFT_CONTEXT
+from dflash_trt.kernels.programs.sampling import DRAFT_TOKENS, SAMPLE_AND_ACCEPT
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ATTEND_DRAFT",
+    "ATTEND_LATENTS",
+    "ATTEND_PAGES",
+    "DRAFT_TOKENS",
+    "EXPERTS",
+    "GATED_DELTA",
+    "NAMESPACE",
+    "PREVIOUS_ROWS",
+    "PROGRAMS",
+    "SAMPLE_AND_ACCEPT",
+    "VERSION",
+    "WRITE_DRAFT_CONTEXT",
+]
+NAMESPACE: Final = "dflash_trt"
+VERSION: Final = "2"
+PROGRAMS: Final = (
+    ATTEND_PAGES,
+    ATTEND_DRAFT,
+    WRITE_DRAFT_CONTEXT,
+    PREVIOUS_ROWS,
+    SAMPLE_AND_ACCEPT,
+    DRAFT_TOKENS,
+    EXPERTS,
+    GATED_DELTA,
+    ATTEND_LATENTS,
+    ALL_REDUCE,
+    ALL_GATHER,
+)

@@ -1,0 +1,263 @@
+"""The best engine of a pair for a goal: layout, format, batch and K, by the steady state of a closed load.
+
+Of B requests on a replica with prompts of P and answers of O tokens, a round is B prompts and O / A steps of B
+requests, A the acceptance length of K. It gives B x O tokens, and each request its O tokens meanwhile. `sweep` steps
+through the same load; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Final
+
+import numpy as np
+
+from dflash_trt.checkpoint.specs import PairSpecs
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.plan.computed_rows import ComputedRows
+from dflash_trt.plan.planning import EnginePlan, plan_engine
+from dflash_trt.plan.step_costs import StepClock
+from dflash_trt.plan.step_work import EngineWork
+from dflash_trt.simulation.acceptance import AcceptanceByPosition
+from dflash_trt.simulation.load import Lengths
+from dflash_trt.simulation.sweep import layout_name
+
+_BATCH_SIZES: Final = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+_FORMATS: Final = ("fp8", "nvfp4")  # that a checkpoint without a format may take
+_WORTH: Final = 1.02  # another K is named where it gives this much more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """Of `num_gpus`: the most tok/s, with this speed for each user and this time to the first token at least."""
+
+    num_gpus: int
+    lengths: Lengths
+    per_user: float | None = None
+    time_to_first_token_s: float | None = None
+
+    def is_met(self, speed: Speed) -> bool:
+        return (self.per_user is None or speed.tok_per_s_per_user >= self.per_user) and (
+            self.time_to_first_token_s is None or speed.time_to_first_token_s <= self.time_to_first_token_s
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Of `num_requests` on each replica. `output_tok_per_s` is the sum over replicas."""
+
+    num_requests: int
+    num_draft_tokens: int
+    acceptance_length: float
+    output_tok_per_s: float
+    tok_per_s_per_user: float
+    time_to_first_token_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks, groups of experts, replicas and format of an engine. Without `has_drafter` it decodes autoregressively."""
+
+    made: EnginePlan
+    clock: StepClock
+    acceptance: AcceptanceByPosition | None
+    lengths: Lengths
+    num_replicas: int
+    format: str | None
+    _seconds: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        return layout_name(self.made.pretrained_config.mapping, self.num_replicas)
+
+    @property
+    def has_drafter(self) -> bool:
+        return self.acceptance is not None
+
+    @cached_property
+    def max_draft_len(self) -> int:
+        return min(self.made.build_config.max_draft_len, len(self.acceptance.fractions)) if self.acceptance else 0
+
+    @cached_property
+    def max_requests(self) -> int:
+        """At once on a replica, with room for whole answers."""
+        return self.made.max_requests(self.lengths.total)
+
+    def batch_sizes(self) -> list[int]:
+        most = self.max_requests
+        return sorted({most, *(size for size in _BATCH_SIZES if size <= most)} - {0})
+
+    def best_k(self, num_requests: int, before: int = 0) -> Speed:
+        """With the smallest K that gives nearly the most, or with `before` where that does."""
+        most_rows = self.made.build_config.max_num_tokens // num_requests - 1
+        speeds = [self.speed(num_requests, k) for k in range(min(self.max_draft_len, most_rows) + 1)]
+        most = max(speed.output_tok_per_s for speed in speeds)
+        near = [speed for speed in speeds if speed.output_tok_per_s * _WORTH >= most]
+        return next((speed for speed in near if speed.num_draft_tokens == before), near[0])
+
+    @cached_property
+    def by_batch_size(self) -> dict[int, Speed]:
+        """The best K of each batch size, changed from one size to the next where it is worth it."""
+        found: dict[int, Speed] = {}
+        before = 0
+        for size in self.batch_sizes():
+            found[size] = self.best_k(size, before)
+            before = found[size].num_draft_tokens
+        return found
+
+    def draft_lengths(self) -> dict[int, int]:
+        """K by the number of requests from which it holds, as `--draft-length` takes it."""
+        found: dict[int, int] = {}
+        for size, speed in self.by_batch_size.items():
+            if not found or speed.num_draft_tokens != next(reversed(found.values())):
+                found[size] = speed.num_draft_tokens
+        return found
+
+    def speed(self, num_requests: int, num_draft_tokens: int) -> Speed:
+        prompt, output = self.lengths.num_prompt_tokens, self.lengths.num_output_tokens
+        length = 1.0 if self.acceptance is None else self.acceptance.acceptance_length(num_draft_tokens)
+        step_s = self._step_s(num_requests, num_draft_tokens + 1, prompt + output // 2, num_draft_tokens)
+        prompt_s = self._prompt_s(min(num_requests, self._prompts_of_a_step), num_draft_tokens)
+        decoding_s = output / min(length, output) * step_s
+        round_s = num_requests * prompt_s + decoding_s
+        return Speed(
+            num_requests=num_requests,
+            num_draft_tokens=num_draft_tokens,
+            acceptance_length=length,
+            output_tok_per_s=self.num_replicas * num_requests * output / round_s,
+            tok_per_s_per_user=output / ((num_requests - 1) * prompt_s + decoding_s),
+            time_to_first_token_s=self._prompt_s(1, num_draft_tokens) + step_s,
+        )
+
+    @property
+    def _prompts_of_a_step(self) -> int:
+        return max(1, self.made.build_config.max_num_tokens // self.lengths.num_prompt_tokens)
+
+    def _prompt_s(self, num_prompts: int, num_draft_tokens: int) -> float:
+        """Of each of so many prompts that are computed together, chunk by chunk where one fills a step."""
+        prompt, most = self.lengths.num_prompt_tokens, self.made.build_config.max_num_tokens
+        starts = range(0, prompt, most)
+        chunks = [self._step_s(num_prompts, min(most, prompt - start), start, num_draft_tokens) for start in starts]
+        return sum(chunks) / num_prompts
+
+    def _step_s(self, num_requests: int, num_tokens: int, context: int, num_draft_tokens: int) -> float:
+        key = (num_requests, num_tokens, context, num_draft_tokens)
+        if key not in self._seconds:
+            rows = ComputedRows(
+                num_tokens=np.full(num_requests, num_tokens),
+                context_lens=np.full(num_requests, context),
+                num_draft_tokens=num_draft_tokens,
+            )
+            self._seconds[key] = self.clock.time(self._work.of(rows)).total_s
+        return self._seconds[key]
+
+    @cached_property
+    def _work(self) -> EngineWork:
+        return EngineWork(self.made.pretrained_config, has_drafter=self.has_drafter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An engine at the batch and K that serve the goal best."""
+
+    layout: Layout
+    speed: Speed
+
+
+def layouts(
+    config: BuildConfig, pairs: Iterable[tuple[PairSpecs, AcceptanceByPosition | None]], clock: StepClock, goal: Goal
+) -> tuple[list[Layout], list[str]]:
+    """Every engine that fits the goal's GPUs, for each pair (with and without its drafter); and why others do not."""
+    found: list[Layout] = []
+    reasons: dict[str, list[str]] = {}
+    for (pair, acceptance), name, (tp_size, ep_size) in product(pairs, _formats(config, clock), _ranks(goal)):
+        changes: dict[str, object] = {"tp_size": tp_size, "ep_size": ep_size} | _format(config, name)
+        if acceptance is None:
+            changes |= {"drafter": None, "max_draft_len": None, "drafter_overrides": {}}
+        try:
+            made = _largest_batch(config.model_copy(update=changes), pair, clock)
+        except DFlashError as error:
+            reason = next(reversed(str(error).splitlines()[:2])).strip(" -")
+        else:
+            if made is not None and made.max_requests(goal.lengths.total):
+                found.append(
+                    Layout(
+                        made=made,
+                        clock=clock,
+                        acceptance=acceptance,
+                        lengths=goal.lengths,
+                        num_replicas=goal.num_gpus // tp_size,
+                        format=name,
+                    )
+                )
+                continue
+            reason = "no room for a request"
+        reasons.setdefault(reason, []).append(f"tp{tp_size}ep{ep_size}, {name or 'as stored'}")
+    return found, [f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()]
+
+
+def choices(found: Sequence[Layout], goal: Goal) -> list[Choice]:
+    """The best batch of each layout that meets the goal, the best layout first."""
+    best = []
+    for layout in found:
+        met = [speed for speed in layout.by_batch_size.values() if goal.is_met(speed)]
+        if met:
+            best.append(Choice(layout=layout, speed=max(met, key=lambda speed: speed.output_tok_per_s)))
+    return sorted(best, key=lambda choice: -choice.speed.output_tok_per_s)
+
+
+def other_acceptance(choice: Choice, factor: float) -> Choice:
+    """The same engine at the same batch where each draft is accepted `factor` times as often: its best K and speed."""
+    layout = choice.layout
+    assert layout.acceptance is not None
+    changed = replace(layout, acceptance=_scaled(layout.acceptance, factor))
+    speed = choice.speed
+    return Choice(layout=changed, speed=changed.best_k(speed.num_requests, speed.num_draft_tokens))
+
+
+def _scaled(acceptance: AcceptanceByPosition, factor: float) -> AcceptanceByPosition:
+    fractions, before, reached = [], 1.0, 1.0
+    for fraction in acceptance.fractions:
+        reached *= min(1.0, factor * fraction / before) if before else 0.0
+        fractions.append(reached)
+        before = fraction
+    return AcceptanceByPosition(tuple(fractions))
+
+
+def _ranks(goal: Goal) -> list[tuple[int, int]]:
+    """Ranks and groups of experts that the GPUs can be divided into."""
+    sizes = [size for size in range(1, goal.num_gpus + 1) if goal.num_gpus % size == 0 and size & (size - 1) == 0]
+    return [(size, ep_size) for size in sizes for ep_size in dict.fromkeys((1, size))]
+
+
+def _formats(config: BuildConfig, clock: StepClock) -> list[str | None]:
+    """The checkpoint's or the one that was asked for, and others where neither is quantized."""
+    quantization = config.quantization or QuantizationConfig()
+    if quantization.target != "none":
+        return [quantization.target]
+    return [None, *(name for name in _FORMATS if clock.gpu.operand_bits(name) < 16)]
+
+
+def _format(config: BuildConfig, name: str | None) -> dict[str, object]:
+    if name is None:
+        return {}
+    quantization = config.quantization or QuantizationConfig()
+    return {"quantization": quantization.model_copy(update={"target": name})}
+
+
+def _largest_batch(config: BuildConfig, pair: PairSpecs, clock: StepClock) -> EnginePlan | None:
+    """The plan with the largest power of two of requests, at most the config's, that fits."""
+    size = 1 << (config.max_batch_size.bit_length() - 1)
+    while size:
+        made = plan_engine(config.model_copy(update={"max_batch_size": size}), pair, clock.gpu)
+        if made.fits:
+            return made
+        if made.free_bytes < 0:  # the weights alone are too large
+            return None
+        size //= 2
+    return None

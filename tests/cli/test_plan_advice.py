@@ -1,0 +1,118 @@
+"""`dflash-trt plan --gpus`: the choice, its costs, the commands that it prints, and refusals."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.cli.main import cli
+from dflash_trt.core.draft_lengths import draft_lengths
+from tests.cli.conftest import Invoke
+from tests.plan.test_machine_file import MACHINE
+from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
+
+NODE = ("--gpu", "h200", "--gpus", 4, "--max-seq-len", 4096)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("published")
+    return write(root, "target", QWEN3_8B), write(root, "drafter", DRAFTER)
+
+
+def advise(invoke: Invoke, *words: Any) -> dict[str, Any]:
+    result = invoke("plan", *words, "--json")
+    assert result.exit_code == 0, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_the_best_comes_first_with_alternatives_and_one_without_a_drafter(pair, invoke) -> None:
+    report = advise(invoke, *pair, *NODE, "--per-user", 200, "--price", 3.6)
+    first, *others = report["choices"]
+    assert others and all(first["output_tok_per_s"] >= other["output_tok_per_s"] for other in others)
+    assert all(choice["tok_per_s_per_user"] >= 200 for choice in report["choices"])
+    assert {choice["has_drafter"] for choice in report["choices"]} == {True, False}
+    cost = 1e6 * 3.6 * 4 / 3600 / first["output_tok_per_s"]
+    assert first["price_per_million_tokens"] == pytest.approx(cost)
+    assert [item["factor"] for item in report["sensitivity"]] == [0.85, 1.0, 1.1]
+    speeds = [item["tok_per_s_per_user"] for item in report["sensitivity"]]
+    assert speeds == sorted(speeds)
+
+
+def test_the_commands_are_commands_and_have_the_choice_in_them(pair, invoke) -> None:
+    report = advise(invoke, *pair, *NODE)
+    build, serve = (shlex.split(command)[1:] for command in report["commands"])
+    for words in (build, serve):
+        command = cli.commands[words[0]]
+        context = command.make_context(words[0], list(words[1:]), resilient_parsing=False)
+        assert context.params
+    first = report["choices"][0]
+    assert ("--quantization" in build) == (first["format"] is not None)
+    assert serve[serve.index("--gpus") + 1] == "0,1,2,3"
+    table = draft_lengths(serve[serve.index("--draft-length") + 1])
+    assert table == {int(size): length for size, length in report["draft_lengths"].items()}
+
+
+def test_the_commands_keep_what_was_given_and_leave_out_what_the_choice_decides(pair, invoke) -> None:
+    given = ("--kv-cache", "fp8", "--page-size", 64, "--tp-size", 2)
+    build = shlex.split(advise(invoke, *pair, *NODE, *given, "--max-draft-len", 5)["commands"][0])
+    alone = shlex.split(advise(invoke, pair[0], *NODE, *given)["commands"][0])
+    for command in (build, alone):
+        options = dict(zip(command[2::2], command[3::2], strict=True))
+        assert (options["--kv-cache"], options["--page-size"], options["--max-seq-len"]) == ("fp8", "64", "4096")
+        assert command.count("--target") == 1 and command.count("--tp-size") <= 1
+    assert build[build.index("--max-draft-len") + 1] == "5" and alone[alone.index("--drafter") + 1] == "none"
+
+
+def test_the_sensitivity_begins_from_the_choice(pair, invoke) -> None:
+    report = advise(invoke, *pair, *NODE, "--per-user", 200)
+    first, (_, same, _) = report["choices"][0], report["sensitivity"]
+    assert {name: same[name] for name in first} == first
+
+
+def test_a_measured_machine_is_what_the_times_rest_on(pair, invoke, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.model_copy(update={"memory_bytes": 64 << 30}).text())
+    report = advise(invoke, pair[0], "--machine", path, "--gpus", 1, "--max-seq-len", 1024, "--prompt-tokens", 100)
+    assert report["assumptions"] == ["step times are from the machine file, one device a rank"]
+
+
+def test_the_page_says_that_nothing_was_measured_and_what_was_assumed(pair, invoke) -> None:
+    result = invoke("plan", *pair, *NODE, "--ttft", 100)
+    assert result.exit_code == 0, result.stderr
+    assert "on 4 x h200 for a first token in 100 ms" in result.stdout
+    assert "calculated, not measured" in result.stdout
+    assert "assumed: 80% of drafts are accepted after an accepted one; --accepted takes" in result.stdout
+    assert "K by requests of a replica: 1:" in result.stdout
+    told = invoke("plan", *pair, *NODE, "--accepted", "0.9,0.8,0.7")
+    assert "drafts are accepted after" not in told.stdout
+    alone = invoke("plan", pair[0], *NODE)
+    assert alone.exit_code == 0 and "K by requests" not in alone.stdout and "accepted" not in alone.stdout
+
+
+def test_large_batches_are_looked_at_unless_limits_are_told(pair, invoke) -> None:
+    free = advise(invoke, *pair, *NODE)
+    bound = advise(invoke, *pair, *NODE, "--max-batch-size", 16)
+    assert max(choice["num_requests"] for choice in free["choices"]) > 64
+    assert max(choice["num_requests"] for choice in bound["choices"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*NODE, "--per-user", 1e6), "expected 1e+06 tok/s per user, found no engine that is as fast. A single user"),
+        (("--gpu", "h200", "--price", 3), "expected --gpus with its options, found --price. Add --gpus N."),
+        (("--gpu", "h200", "--ttft", 3), "expected --gpus with its options, found --ttft"),
+        ((*NODE, "--sweep"), "expected --sweep or --gpus, found both"),
+        ((*NODE, "--layout", "tp2"), "expected --sweep with its options, found layouts"),
+        ((*NODE, "--context", 100), "--gpus: expected none of the options of steps, found --context"),
+        (("--gpu", "80", "--gpus", 2), "expected a machine whose bandwidth is known, found GPU of 80 GiB"),
+        ((*NODE, "--per-user", 1, "--per-user", 2), "expected one --per-user and one --accepted, found several"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(pair, invoke, words: tuple[Any, ...], message: str) -> None:
+    result = invoke("plan", *pair, *words)
+    assert result.exit_code != 0 and message in result.stderr, result.stderr
