@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Simulated against measured speeds of an engine on this CPU: tok/s and tok/s per user, by concurrency and K.
+"""Simulated against measured speeds of an engine on this CPU: tok/s, tok/s per user and TTFT, by load and K.
 
-    scripts/simulation_check.py ENGINE PROMPTS.jsonl [--rounds 3] [--tokens 64] [--concurrency 1,2,4,8,16] [--json FILE]
+    scripts/simulation_check.py ENGINE PROMPTS.jsonl [--rounds 3] [--tokens 64] [--concurrency 1,2,4,8,16]
+        [--request-rate 4,8] [--shared-prefix 512] [--json FILE]
 
 One thread computes everything, and all times are CPU times of that thread, so that other processes count no more than
 by what they do to caches and clocks. These change speed by tens of percent within a minute where machines are shared,
@@ -14,11 +15,13 @@ Acceptance is that of K = 7, measured; the simulation of K = 3 takes its first t
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +49,7 @@ from dflash_trt.simulation.sweep import SimulatedEngine, simulate
 DRAFTS = (0, 3, 7)
 R = TypeVar("R")
 _KV_BYTES = 512 << 20
+_NUM_ARRIVALS = 32
 
 
 def main() -> None:
@@ -55,28 +59,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--concurrency", default="1,2,4,8,16")
+    parser.add_argument("--request-rate", help="requests per second of Poisson arrivals, instead of --concurrency")
+    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens before each prompt, the same for all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     engine = EngineDir.open(options.engine)
-    counts = [int(word) for word in options.concurrency.split(",")]
-    loads = {count: load_of(engine, options.prompts, count, options.tokens) for count in counts}
+    prompts = partial(load_of, engine, options.prompts, num_tokens=options.tokens, num_shared=options.shared_prefix)
+    if options.request_rate:
+        loads = [prompts(_NUM_ARRIVALS, rate=float(word)) for word in options.request_rate.split(",")]
+    else:
+        loads = [prompts(int(word)) for word in options.concurrency.split(",")]
     sides = Sides(engine)
-    sides.run(loads[counts[0]], 0), sides.run(loads[counts[0]], 7)  # warm
+    sides.run(loads[0], 0), sides.run(loads[0], 7)  # warm
     rows: list[dict[str, Any]] = []
     pace = Pace()
     machines = [pace.around(machine)]
     for index in range(options.rounds):
-        order = [(count, drafts) for count in counts for drafts in DRAFTS][:: -1 if index % 2 else 1]
+        order = [(load, drafts) for load in range(len(loads)) for drafts in DRAFTS][:: -1 if index % 2 else 1]
         measured = {key: pace.around(partial(sides.run, loads[key[0]], key[1])) for key in order}
         acceptance = AcceptanceByPosition(sides.accepted())
         machines.append(pace.around(machine))
-        for (count, drafts), (found, reference_s) in measured.items():
+        for (load, drafts), (found, reference_s) in measured.items():
             around = [
-                (simulated(engine, item, loads[count], drafts, acceptance), known_s / reference_s)
+                (simulated(engine, item, loads[load], drafts, acceptance), known_s / reference_s)
                 for item, known_s in machines[-2:]
             ]
-            rows.append(row_of(index, count, drafts, found, around))
+            rows.append(row_of(index, str(loads[load]), drafts, found, around))
     report(rows)
     if options.json:
         files = [json.loads(item.text()) | {"reference_s": seconds} for item, seconds in machines]
@@ -107,20 +116,38 @@ def machine() -> MachineFile:
     return measure_machine("this CPU", torch.device("cpu"), lambda line: print(f"machine: {line}", flush=True))
 
 
-def load_of(engine: EngineDir, path: Path, concurrency: int, num_tokens: int) -> RequestLoad:
+def load_of(
+    engine: EngineDir, path: Path, concurrency: int, num_tokens: int, *, num_shared: int = 0, rate: float | None = None
+) -> RequestLoad:
+    """So many clients, or arrivals at a rate; all prompts begin with `num_shared` tokens, those of the first ones."""
     from dflash_trt.bench.throughput import prompt_reader
 
     reader = prompt_reader(engine)
     prompts = [reader.read(json.loads(line)["prompt"]) for line in path.read_text().splitlines()]
+    shared = tuple(itertools.islice(itertools.cycle(itertools.chain(*prompts)), num_shared))
     requests = [
         Request(
             request_id=str(i),
-            prompt_token_ids=prompts[i % len(prompts)],
+            prompt_token_ids=shared + tuple(prompts[i % len(prompts)]),
             sampling=SamplingParams(max_new_tokens=num_tokens, ignore_eos=True),
         )
         for i in range(max(4, 2 * concurrency))
     ]
-    return RequestLoad(requests=requests, concurrency=concurrency)
+    load = RequestLoad(requests=requests, concurrency=concurrency, reuses_prefixes=num_shared > 0)
+    return load if rate is None else replace(load, concurrency=None, request_rate_per_s=rate)
+
+
+class ThreadClock:
+    """CPU time of this thread, and the times when there was nothing to compute."""
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+
+    def __call__(self) -> float:
+        return time.thread_time() + self._idle_s
+
+    def reach(self, time_s: float) -> None:
+        self._idle_s += max(0.0, time_s - self())
 
 
 class Sides:
@@ -136,9 +163,11 @@ class Sides:
 
     def run(self, load: RequestLoad, drafts: int) -> LoadResult:
         executor = self._executors[drafts > 0]
-        scheduler = Scheduler(executor.limits, SchedulerConfig(enable_prefix_caching=False), FixedDraftLength(drafts))
-        with closing(EngineLoop(executor, scheduler, clock=time.thread_time)) as loop:
-            outputs, duration_s = drive(loop, load, clock=time.thread_time)
+        clock = ThreadClock()
+        config = SchedulerConfig(enable_prefix_caching=load.reuses_prefixes)
+        scheduler = Scheduler(executor.limits, config, FixedDraftLength(drafts))
+        with closing(EngineLoop(executor, scheduler, clock=clock)) as loop:
+            outputs, duration_s = drive(loop, load, clock=clock, skip_to=clock.reach)
         if drafts == max(DRAFTS):
             self._outputs += outputs
         return result_of(outputs, duration_s)
@@ -165,18 +194,20 @@ def simulated(
 
 
 def row_of(
-    index: int, count: int, drafts: int, found: LoadResult, around: list[tuple[LoadResult, float]]
+    index: int, load: str, drafts: int, found: LoadResult, around: list[tuple[LoadResult, float]]
 ) -> dict[str, Any]:
     """`around` are simulations, with the pace of the point over that of the simulation's machine."""
     per_user = [pace * (item.tok_per_s_per_user or 0.0) for item, pace in around]
     return {
         "round": index,
-        "clients": count,
+        "load": load,
         "num_draft_tokens": drafts,
         "measured_tok_per_s": found.output_tok_per_s,
         "simulated_tok_per_s": statistics.harmonic_mean([pace * item.output_tok_per_s for item, pace in around]),
         "measured_tok_per_s_per_user": found.tok_per_s_per_user,
         "simulated_tok_per_s_per_user": statistics.harmonic_mean(per_user),
+        "measured_ttft_ms": 1e3 * found.time_to_first_token_p50_s,
+        "simulated_ttft_ms": statistics.fmean(1e3 * item.time_to_first_token_p50_s / pace for item, pace in around),
         "measured_acceptance_length": found.acceptance_length,
         "simulated_acceptance_length": around[0][0].acceptance_length,
         "pace": statistics.fmean(pace for _, pace in around),
@@ -184,21 +215,22 @@ def row_of(
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    print("clients  K   tok/s measured simulated  ratio (rounds)        per user measured simulated  ratio")
+    names = {"tok_per_s": "tok/s", "tok_per_s_per_user": "per user", "ttft_ms": "TTFT ms"}
+    print(f"| load | K | {' | '.join(f'{name} measured | simulated | ratio (rounds)' for name in names.values())} |")
+    print(f"|---|---:|{'---:|---:|---|' * len(names)}")
     worst = 0.0
-    for key in sorted({(row["clients"], row["num_draft_tokens"]) for row in rows}):
-        mine = [row for row in rows if (row["clients"], row["num_draft_tokens"]) == key]
+    for key in dict.fromkeys((row["load"], row["num_draft_tokens"]) for row in rows):
+        mine = [row for row in rows if (row["load"], row["num_draft_tokens"]) == key]
         cells, ratios = [], []
-        for name in ("tok_per_s", "tok_per_s_per_user"):
+        for name in names:
             by_round = [row[f"simulated_{name}"] / row[f"measured_{name}"] for row in mine]
             ratio = statistics.median(by_round)
             ratios.append(ratio)
             medians = [statistics.median(row[f"{side}_{name}"] for row in mine) for side in ("measured", "simulated")]
-            cells.append(
-                f"{medians[0]:8.0f} {medians[1]:8.0f}  {ratio:.2f} ({' '.join(f'{value:.2f}' for value in by_round)})"
-            )
+            rounds = " ".join(f"{value:.2f}" for value in by_round)
+            cells.append(f"{medians[0]:.3g} | {medians[1]:.3g} | {ratio:.2f} ({rounds})")
         worst = max(worst, *(abs(ratio - 1) for ratio in ratios))
-        print(f"{key[0]:7d}  {key[1]}  {'   '.join(cells)}")
+        print(f"| {key[0]} | {key[1]} | {' | '.join(cells)} |")
     print(f"largest deviation of a median: {worst:.1%}")
 
 

@@ -58,6 +58,12 @@ OPTIONS = (
     click.option("--prompt-tokens", type=_POSITIVE, metavar="N", help="Prompt tokens of a request (default: 1024)."),
     click.option("--output-tokens", type=_POSITIVE, metavar="N", help="Output tokens of a request (default: 256)."),
     click.option(
+        "--shared-prefix",
+        type=_POSITIVE,
+        metavar="N",
+        help="Prompt tokens that all requests have in common, in the prefix cache after the first (default: 0).",
+    ),
+    click.option(
         "--spread", type=click.FloatRange(0, 0.9), metavar="FRACTION", help="Spread of both lengths (default: 0.2)."
     ),
     click.option(
@@ -87,6 +93,7 @@ OPTION_NAMES = (
     "draft_lengths",
     "prompt_tokens",
     "output_tokens",
+    "shared_prefix",
     "spread",
     "request_rates",
     "requests_per_client",
@@ -277,6 +284,7 @@ def _workload(options: dict[str, Any]) -> "Workload":
         spread_fraction=0.2 if options["spread"] is None else options["spread"],
         requests_per_client=options["requests_per_client"] or 3,
         duration_s=options["duration"] or 60.0,
+        num_shared_tokens=options["shared_prefix"] or 0,
     )
 
 

@@ -29,11 +29,12 @@ class Lengths:
     def total(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
 
-    def request(self, index: int) -> Request:
-        """A request of these lengths, with zeros as tokens."""
+    def request(self, index: int, *, num_shared_tokens: int = 0) -> Request:
+        """A request of these lengths. Its first prompt tokens are those of all requests, the others its own."""
+        num_own = max(1, self.num_prompt_tokens - num_shared_tokens)
         return Request(
             request_id=str(index),
-            prompt_token_ids=(0,) * self.num_prompt_tokens,
+            prompt_token_ids=(0,) * (self.num_prompt_tokens - num_own) + (index + 1,) * num_own,
             sampling=SamplingParams(max_new_tokens=self.num_output_tokens, ignore_eos=True),
         )
 
@@ -42,12 +43,13 @@ class Lengths:
 class RequestLoad:
     """Either `concurrency` clients in a closed loop, or Poisson arrivals.
 
-    `requests` are used in order.
+    `requests` are used in order. With `reuses_prefixes` the engine has a prefix cache, empty at first.
     """
 
     requests: Sequence[Request]
     concurrency: int | None = None
     request_rate_per_s: float | None = None
+    reuses_prefixes: bool = False
     seed: int = 0
 
     def __str__(self) -> str:

@@ -93,13 +93,14 @@ def assumptions(engines: Sequence[SimulatedEngine], workload: Workload, clock: S
     """Everything that is not computed."""
     drafters = {engine.drafter: engine.acceptance for engine in engines if engine.acceptance is not None}
     spread = f", within {workload.spread_fraction:.0%}" if workload.spread_fraction else ""
-    lengths = workload.lengths
+    lengths, num_shared = workload.lengths, workload.num_shared_tokens
+    hits = f"the first {num_shared} of a prompt from the prefix cache" if num_shared else "no prefix hits"
     return (
         *assumptions_of(clock),
         "experts are chosen as in NVIDIA's tables, by a power law, or evenly where they are fitted",
         *(f"drafts of {name} accepted by position: {found}" for name, found in drafters.items()),
         "steps accept independently of one another, of the context and of the batch",
-        f"{lengths.num_prompt_tokens} tokens a prompt, {lengths.num_output_tokens} an answer{spread}; no prefix hits",
+        f"{lengths.num_prompt_tokens} tokens a prompt, {lengths.num_output_tokens} an answer{spread}; {hits}",
         "replicas share the load evenly; no network, tokenizer or HTTP",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError
@@ -68,7 +69,8 @@ class SimulatedEngine:
 class Workload:
     """Closed loops of N clients, or arrivals per second, over all replicas together.
 
-    Lengths are uniform within `spread_fraction` of the middle, the same requests for every configuration.
+    Lengths are uniform within `spread_fraction` of the middle, the same requests for every configuration. All prompts
+    begin with the same `num_shared_tokens`.
     """
 
     concurrencies: tuple[int, ...]
@@ -77,18 +79,17 @@ class Workload:
     spread_fraction: float
     requests_per_client: int
     duration_s: float  # how long requests arrive
+    num_shared_tokens: int = 0
 
     def loads(self, num_replicas: int) -> list[RequestLoad]:
         """Loads of one replica: an even share of the clients, at least one, or of the arrivals."""
+        load = partial(RequestLoad, reuses_prefixes=self.num_shared_tokens > 0, seed=_SEED)
         closed = [count // num_replicas for count in self.concurrencies if count >= num_replicas]
-        loads = [
-            RequestLoad(requests=self._requests(count * self.requests_per_client), concurrency=count, seed=_SEED)
-            for count in closed
-        ]
+        loads = [load(requests=self._requests(count * self.requests_per_client), concurrency=count) for count in closed]
         for rate in self.request_rates_per_s:
             share = rate / num_replicas
             count = max(1, round(share * self.duration_s))
-            loads.append(RequestLoad(requests=self._requests(count), request_rate_per_s=share, seed=_SEED))
+            loads.append(load(requests=self._requests(count), request_rate_per_s=share))
         return loads
 
     def _requests(self, count: int) -> list[Request]:
@@ -99,7 +100,7 @@ class Workload:
 
         prompt, output = self.lengths.num_prompt_tokens, self.lengths.num_output_tokens
         lengths = [Lengths(num_prompt_tokens=drawn(prompt), num_output_tokens=drawn(output)) for _ in range(count)]
-        return [item.request(index) for index, item in enumerate(lengths)]
+        return [item.request(index, num_shared_tokens=self.num_shared_tokens) for index, item in enumerate(lengths)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +157,8 @@ def simulate(engine: SimulatedEngine, load: RequestLoad, work: EngineWork) -> tu
     time = SimulatedTime()
     limits = executor_limits(engine, load)
     executor = SimulatedExecutor(limits, work, engine.clock, time, acceptance=engine.acceptance)
-    scheduler = Scheduler(
-        limits, SchedulerConfig(enable_prefix_caching=False), FixedDraftLength(engine.num_draft_tokens)
-    )
+    config = SchedulerConfig(enable_prefix_caching=load.reuses_prefixes)
+    scheduler = Scheduler(limits, config, FixedDraftLength(engine.num_draft_tokens))
     loop = EngineLoop(executor, scheduler, overlaps=engine.clock.costs.is_host_hidden, clock=time, records_steps=False)
     try:
         return result_of(*drive(loop, load, clock=time, skip_to=time.reach)), executor

@@ -35,6 +35,7 @@ NOT_RUN = {
     "scripts/test": "installs; CI runs it",
     "scripts/lock": "installs",
     "scripts/simulation_check.py": "minutes; tests/simulation runs loads of both kinds",
+    "python -m scripts.cold_start": "minutes; tests/simulation/test_scripts.py runs a short one",
     "scripts/press_point.py": "minutes; tests/cli/test_plan_sweep.py sweeps",
     "dflash-trt plan demo --machine": "needs a machine file; tests/cli/test_plan_sweep.py plans with one",
     ".venv/bin/pip": "installs",

@@ -32,11 +32,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, make_zlab_drafter(root / "drafter", target_dir=target, block_size=6)
 
 
-@pytest.fixture(autouse=True)
-def sorts_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_context, "_MAX_LOGGED_STEPS", 3)
-
-
 class Script(BatchSizeDraftLength):
     """K of each step, the last one for all that follow."""
 
@@ -56,7 +51,7 @@ def executor_of(pair: tuple[Path, Path], *, num_blocks: int | None, has_kernels:
     executor._context = None
     if num_blocks is not None:
         executor._context = DeferredContext(
-            drafter, executor.page_plan, num_blocks=num_blocks, num_logged_tokens=64, dtype=torch.float32
+            drafter, executor.page_plan, num_blocks=num_blocks, num_logged_tokens=9, dtype=torch.float32
         )
     return executor
 

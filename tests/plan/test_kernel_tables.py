@@ -112,6 +112,42 @@ def test_attention_of_decoding_requests_is_found_by_batch_and_context(h200: Kern
     assert half is not None and whole is not None and half.seconds < 0.7 * whole.seconds, "pages in FP8"
 
 
+@pytest.mark.parametrize("gpu", ["h200", "b300"])
+@pytest.mark.parametrize("tokens", [1024, 4096, 16384])
+def test_attention_of_a_prompt_takes_what_tensorrt_llm_was_measured_at(gpu: str, tokens: int) -> None:
+    """And the 13 us that the package adds for RoPE and page writes, so that no engine counts as measured."""
+    tables, gqa = kernel_tables(gpu), Gqa(num_heads=32, num_kv_heads=8, head_dim=128, rope=ROPE)
+    table = rows(
+        f"{gpu}_sxm",
+        "attention",
+        "context_attention_perf",
+        batch_size=1,
+        isl=tokens,
+        num_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        window_size=0,
+        kv_cache_dtype="bfloat16",
+        attn_dtype="bfloat16",
+    )
+    assert tables is not None and table
+    found = tables.mixing(mixing(gqa, [tokens], [0]))
+    assert found is not None
+    assert 1e3 * found.seconds == pytest.approx(table[0]["latency"] + 0.0132, rel=0.01)
+    assert found.source == f"TensorRT-LLM {VERSIONS['trtllm']}" and table[0]["framework"] == "TRTLLM"
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b300"])
+def test_the_chunks_of_a_prompt_take_what_the_prompt_takes(gpu: str) -> None:
+    """A chunk reads what is in pages, or in the prefix cache. Tables have whole prompts."""
+    tables, gqa = kernel_tables(gpu), Gqa(num_heads=32, num_kv_heads=8, head_dim=128, rope=ROPE)
+    assert tables is not None
+    chunks = [tables.mixing(mixing(gqa, [4096], [seen])) for seen in (0, 4096, 8192, 12288)]
+    whole = tables.mixing(mixing(gqa, [16384], [0]))
+    assert whole is not None
+    assert sum(chunk.seconds for chunk in chunks if chunk) == pytest.approx(whole.seconds, rel=0.2)
+
+
 def test_a_verify_block_takes_no_less_than_a_decode_step_and_prompts_come_on_top(h200: KernelTables) -> None:
     gqa = Gqa(num_heads=32, num_kv_heads=8, head_dim=128, rope=ROPE)
     decode, block, mixed = (

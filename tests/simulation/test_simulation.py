@@ -71,6 +71,25 @@ def test_a_prompt_longer_than_a_step_takes_several() -> None:
     assert result.time_to_first_token_p50_s == pytest.approx(step_s(256, 0) + step_s(44, 256))
 
 
+def test_a_prefix_that_requests_share_is_computed_once() -> None:
+    """The second request computes what is its own: the prompt beyond the pages of 16 tokens that both have."""
+    workload = Workload(
+        concurrencies=(1,),
+        request_rates_per_s=(),
+        lengths=Lengths(num_prompt_tokens=100, num_output_tokens=1),
+        spread_fraction=0.0,
+        requests_per_client=2,
+        duration_s=1.0,
+        num_shared_tokens=70,
+    )
+    (given,) = workload.loads(1)
+    result, executor = run(PLAIN, given)
+    assert executor.num_steps == 2
+    assert result.duration_s == pytest.approx(step_s(100, 0) + step_s(36, 64))
+    (cold,) = replace(workload, num_shared_tokens=0).loads(1)
+    assert run(PLAIN, cold)[0].duration_s == pytest.approx(2 * step_s(100, 0))
+
+
 def test_a_chained_loop_hides_the_host_behind_the_device() -> None:
     hidden = replace(PLAIN, clock=StepClock(H200, COSTS.model_copy(update={"is_host_hidden": True})))
     given = load((20, 50))

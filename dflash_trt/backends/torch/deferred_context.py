@@ -28,7 +28,7 @@ from dflash_trt.network.step import Network
 _MEMORY_FRACTION = 8  # taps take at most an eighth of the memory for K/V
 _FREED_FRACTION = 8  # of the blocks, computed together when none is free
 _PAGES_PER_CALL = 64
-_MAX_LOGGED_STEPS, _FEWEST_LOGGED_TOKENS, _MOST_LOGGED_TOKENS = 128, 512, 8192  # at which the log is sorted
+_FEWEST_LOGGED_TOKENS, _MOST_LOGGED_TOKENS = 512, 8192  # at which the log is sorted
 
 
 def deferred_context(
@@ -54,16 +54,8 @@ class _Logged:
     """Taps of a step, and where its tokens are."""
 
     taps: Sequence[Tensor]  # [N, H]
-    positions: Tensor
-    token_offsets: Tensor
-    page_table: Tensor
-
-    def pages(self, page_size: int) -> Array:
-        """The page of each token."""
-        table, num_tokens = self.page_table.numpy(), np.diff(self.token_offsets.numpy())
-        requests = np.repeat(np.arange(len(table)), num_tokens)
-        pages: Array = table[requests, self.positions.numpy() // page_size]
-        return pages
+    positions: Array
+    pages: Array
 
 
 class DeferredContext:
@@ -116,11 +108,10 @@ class DeferredContext:
         assert isinstance(ops, TorchOps)
         rows = target.rows
         if not ops.num_draft_tokens:
-            assert rows.token_offsets is not None
-            where = rows.positions.clone(), rows.token_offsets.clone(), rows.page_table.clone()
-            self._log.append(_Logged(target.taps, *where))
-            self._num_logged += len(rows.positions)
-            if self._num_logged >= self._most_logged or len(self._log) >= _MAX_LOGGED_STEPS:
+            positions = rows.positions.numpy().copy()
+            self._log.append(_Logged(target.taps, positions, self._pages_of(rows, positions)))
+            self._num_logged += len(positions)
+            if self._num_logged >= self._most_logged:
                 self._sort_log(ops, acceptance, state)
             return
         if self._log:
@@ -128,6 +119,16 @@ class DeferredContext:
         if len(self._free) < len(self._pages):
             self._compute(ops, self._blocks_of(rows), acceptance, state)
         self._drafter.observe(ops, token_ids, target, acceptance, state)
+
+    def _pages_of(self, rows: Rows[Tensor], positions: Array) -> Array:
+        """The page of each token."""
+        assert rows.token_offsets is not None
+        table = rows.page_table.numpy()
+        requests = np.arange(len(table))
+        if len(table) < len(positions):
+            requests = np.repeat(requests, np.diff(rows.token_offsets.numpy()))
+        pages: Array = table[requests, positions // self._page_size]
+        return pages
 
     def _blocks_of(self, rows: Rows[Tensor]) -> Array:
         """Blocks of what the rows' requests have in pages."""
@@ -140,8 +141,8 @@ class DeferredContext:
     def _sort_log(self, ops: TorchOps, acceptance: Acceptance[Tensor], state: StepState[Tensor]) -> None:
         log, self._log, self._num_logged = self._log, [], 0
         self._num_sorted += 1
-        pages = np.concatenate([step.pages(self._page_size) for step in log])
-        positions = torch.cat([step.positions for step in log]).numpy()
+        pages = np.concatenate([step.pages for step in log])
+        positions = np.concatenate([step.positions for step in log])
         new = np.unique(pages[self._blocks[pages] < 0])
         if len(new) > len(self._free):
             self._compute(ops, self._oldest(len(new) - len(self._free), pages), acceptance, state)
