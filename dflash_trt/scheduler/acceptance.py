@@ -3,8 +3,6 @@
 Position i (0-based) is reached when drafts 0 .. i - 1 were accepted and draft i was a candidate.
 """
 
-from collections.abc import Sequence
-
 
 class AcceptanceCounts:
     """Counts per position. With `decay` below 1, counts decay by it with each verify block."""
@@ -30,12 +28,3 @@ class AcceptanceCounts:
             accepted / reached if reached else None
             for accepted, reached in zip(self.num_accepted, self.num_reached, strict=True)
         )
-
-
-def expected_num_emitted(rates: Sequence[float], num_draft_tokens: int) -> float:
-    """Expected tokens emitted by a verify block at these rates per position, bonus included."""
-    expected, reach = 1.0, 1.0
-    for rate in rates[:num_draft_tokens]:
-        reach *= rate
-        expected += reach
-    return expected

@@ -1,19 +1,24 @@
 """The draft length policy that maximizes tokens per second.
 
-    tokens per second of K = requests * (1 + sum over i <= K of the chance that drafts 1 .. i are accepted) / step cost
+    tokens per second of K = (requests + drafts that will be accepted) / step cost
 
-It starts from what both usually are, measures them continuously, and now and then probes another K for two steps.
+It starts from what both usually are, measures them continuously, and now and then probes another K for two steps. Of
+K drafts a request verifies those that are worth it (`verify_budget`).
 """
 
 import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
+from dflash_trt.core.array import Array
 from dflash_trt.core.draft_lengths import NUM_FIXED_ROWS, USUAL_RATE
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
-from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.acceptance import AcceptanceCounts
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
+from dflash_trt.scheduler.verify_budget import RequestRates, VerifyBudget, best_budget
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
 # prior of position 0; later ones start from the rate of the previous one
@@ -29,15 +34,17 @@ _MAX_LOSS = 4.0  # maximum in a probe step, relative to the usual time of its to
 # A back end may leave tokens to the drafter until it drafts again.
 _OBSERVE_FRACTION, _MAX_UNOBSERVED = 0.05, 256  # of a prompt token's time; tokens per request
 _STALE_AFTER = 600  # steps
+_MAX_VERIFIED_PART = 0.9  # of a step's time, for all drafts that it could verify
 _OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is worth a probe
 
 
-class AdaptiveDraftLength:
+class AdaptiveDraftLength(DraftLengthPolicy):
     """Implements DraftLengthPolicy.
 
-    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, plus
-    half a step. `lengths` are the K to choose from; a GPU may need a graph for each. `device` sets the costs to start
-    from.
+    Chooses K for all requests, and the drafts that each verifies. K changes only for a gain above
+    `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, plus half a step. `lengths` are the K
+    to choose from; a GPU may need a graph for each. `device` sets the costs to start from. Steps of "cuda" are padded
+    to full verify blocks, so that leaving out drafts would save nothing.
     """
 
     def __init__(
@@ -49,19 +56,23 @@ class AdaptiveDraftLength:
         max_probe_fraction: float = 0.015,
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        self._lengths = default_lengths(max_draft_len) if lengths is None else sorted(set(lengths))
-        if not self._lengths or not 0 <= self._lengths[0] <= self._lengths[-1] <= max_draft_len:
+        self.lengths = tuple(default_lengths(max_draft_len) if lengths is None else sorted(set(lengths)))
+        if not self.lengths or not 0 <= self.lengths[0] <= self.lengths[-1] <= max_draft_len:
             raise ConfigError.about(
                 "draft lengths",
                 expected=f"numbers from 0 to {max_draft_len}",
-                found=str(self._lengths),
+                found=str(list(self.lengths)),
                 hint="Remove the others, or build the engine with a larger max_draft_len.",
             )
         self._hysteresis_fraction = hysteresis_fraction
         self._max_probe_fraction = max_probe_fraction
+        self.has_budget = device == "cpu"
         self._acceptance = AcceptanceCounts(max_draft_len, decay=_ACCEPTANCE_DECAY)
+        self._requests = RequestRates()
+        self._slots = self._epochs = np.zeros(0, np.int64)  # of the last step
+        self._was_drafting = False
         self._costs = StepCosts(num_fixed_rows=NUM_FIXED_ROWS[device])
-        self._current = self._lengths[-1]
+        self._current = self.lengths[-1]
         self._probe: int | None = None
         self._measured_s = 0.0
         self._lost_s = 0.0  # to probes
@@ -70,10 +81,6 @@ class AdaptiveDraftLength:
         self._num_steps_since_change = _NUM_STEPS_TO_STAY
         self._smoothed = 0.0  # before the first step
         self._batch_size = 1
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(self._lengths)
 
     def choose(self, num_decoding: int) -> int:
         if not num_decoding:
@@ -87,9 +94,23 @@ class AdaptiveDraftLength:
         self._num_steps_since_change += 1
         return self._current if self._probe is None else self._probe
 
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+        length = self._current if self._probe is None else self._probe
+        is_measured = self._costs.age(len(slots), length) is not None
+        if not self.has_budget or not is_measured or not num_candidates.any():
+            return num_candidates
+        reach = self._requests.reach(slots, epochs, self._usual_rates())
+        reach = np.where(np.arange(reach.shape[1]) < num_candidates[:, None], reach, 0.0)
+        return self._budget(len(slots), length, reach).num_candidates(reach)
+
     def observe(self, step: StepObservation) -> None:
-        for num_candidates, num_accepted in step.verified:
+        is_block = step.num_candidates > 0
+        blocks = zip(step.num_candidates[is_block].tolist(), step.num_accepted[is_block].tolist(), strict=True)
+        for num_candidates, num_accepted in blocks:
             self._acceptance.add(num_candidates, num_accepted)
+        self._slots, self._epochs = step.slots, step.epochs
+        self._requests.observe(step.slots, step.epochs, step.num_candidates, step.num_accepted, self._usual_rates())
+        was_drafting, self._was_drafting = self._was_drafting, step.num_draft_tokens > 0
         if step.elapsed_s is None:
             return
         self._measured_s += step.elapsed_s
@@ -98,19 +119,41 @@ class AdaptiveDraftLength:
             return
         if step.num_decoding and step.num_draft_tokens != self._current:
             self._add_loss(step, step.elapsed_s)
-        num_full = sum(num_candidates == step.num_draft_tokens for num_candidates, _ in step.verified)
         self._costs.add(
             step.num_decoding,
             step.num_draft_tokens,
             step.elapsed_s,
+            num_verified=int(step.num_candidates.sum()),
             num_prefill_tokens=step.num_prefill_tokens,
-            is_steady=step.num_draft_tokens == 0 or num_full >= 0.75 * step.num_decoding,
+            is_steady=step.num_draft_tokens == 0 or was_drafting,
         )
 
     def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float:
         """Estimated throughput of all requests with this K; tokens per row before the first measured step."""
-        num_emitted = num_decoding * expected_num_emitted(self._rates(), num_draft_tokens)
-        return num_emitted / self._costs.estimate(num_decoding, num_draft_tokens)
+        return self._budget(num_decoding, num_draft_tokens, self._usual_reach(num_decoding)).tokens_per_second
+
+    def _budget(self, num_decoding: int, num_draft_tokens: int, reach: Array) -> VerifyBudget:
+        """Of a step with this K: what to verify of `reach` [R, any]."""
+        full_s, num_drafts = self._costs.estimate(num_decoding, num_draft_tokens), num_decoding * num_draft_tokens
+        row_s = self._costs.row_s() if self.has_budget else 0.0
+        row_s = min(row_s, _MAX_VERIFIED_PART * full_s / max(1, num_drafts))
+        return best_budget(
+            reach[:, :num_draft_tokens],
+            fixed_s=full_s - num_drafts * row_s,
+            row_s=row_s,
+            least_gain=self._hysteresis_fraction,
+        )
+
+    def _usual_reach(self, num_decoding: int) -> Array:
+        """Of requests as the last step had them."""
+        usual, known = self._usual_rates(), len(self._slots)
+        if not known:
+            return np.tile(np.cumprod(usual), (num_decoding, 1))
+        reach = self._requests.reach(self._slots, self._epochs, usual)
+        if known != num_decoding:
+            order = np.argsort(reach[:, 0])
+            reach = reach[order[np.linspace(0, known - 1, num_decoding).round().astype(int)]]
+        return reach
 
     def _num_steps_of_decision(self) -> int:
         if self._probe is not None:
@@ -134,14 +177,14 @@ class AdaptiveDraftLength:
         A change wastes drafts or a step without any, so a change soon after another must gain more, unless `is_free`.
         """
         is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY
-        speeds = {length: self.tokens_per_second(num_decoding, length) for length in self._lengths}
+        speeds = {length: self.tokens_per_second(num_decoding, length) for length in self.lengths}
 
         def is_worth(length: int) -> bool:
             is_sure = is_free or (not is_soon and self._costs.age(num_decoding, length) is not None)
             least_gain = self._hysteresis_fraction if is_sure else max(_GAIN_TO_LEAVE_SOON, self._hysteresis_fraction)
             return speeds[length] > speeds[self._current] * (1 + least_gain)
 
-        best = max(filter(is_worth, self._lengths), key=lambda length: speeds[length], default=self._current)
+        best = max(filter(is_worth, self.lengths), key=lambda length: speeds[length], default=self._current)
         if best != self._current:
             self._current = best
             self._num_steps_since_change = 0
@@ -153,11 +196,11 @@ class AdaptiveDraftLength:
         current = self.tokens_per_second(num_decoding, self._current)
         speeds = {
             length: self.tokens_per_second(num_decoding, length)
-            for length in self._lengths
+            for length in self.lengths
             if length != self._current and self._is_unknown(num_decoding, length)
         }
         # What drafting costs does not follow from steps that decode autoregressively, nor the reverse.
-        is_known = {bool(length) for length in self._lengths if self._costs.is_known_nearby(num_decoding, length)}
+        is_known = {bool(length) for length in self.lengths if self._costs.is_known_nearby(num_decoding, length)}
         worth = [length for length in speeds if bool(length) not in is_known] or [
             length for length, speed in speeds.items() if speed * (1 + _OPTIMISM_FRACTION) > current
         ]
@@ -182,10 +225,10 @@ class AdaptiveDraftLength:
 
     def _add_loss(self, step: StepObservation, elapsed_s: float) -> None:
         """Add a probe's time in excess of the usual time of its tokens with the current K."""
-        num_tokens = step.num_decoding + sum(num_accepted for _, num_accepted in step.verified)
+        num_tokens = step.num_decoding + int(step.num_accepted.sum())
         usual_s = num_tokens / self.tokens_per_second(step.num_decoding, self._current)
         usual_s += self._costs.prefill_s(step.num_prefill_tokens)
-        is_catching_up = not self._current and not step.verified
+        is_catching_up = not self._current and not step.num_candidates.any()
         most_s = math.inf if is_catching_up else _MAX_LOSS * usual_s  # limits the effect of outliers
         self._lost_s += min(max(0.0, elapsed_s - usual_s), most_s)
 
@@ -195,13 +238,14 @@ class AdaptiveDraftLength:
             return True
         return length > 0 and self._acceptance.num_reached[0] < _ENOUGH_BLOCKS
 
-    def _rates(self) -> list[float]:
+    def _usual_rates(self) -> Array:
+        """By position, of all requests."""
         rates: list[float] = []
         prior = USUAL_RATE
         for accepted, reached in zip(self._acceptance.num_accepted, self._acceptance.num_reached, strict=True):
             prior = (accepted + prior * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT)
             rates.append(prior)
-        return rates
+        return np.array(rates)
 
 
 def _num_tokens(step: StepObservation) -> int:

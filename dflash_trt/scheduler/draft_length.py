@@ -1,4 +1,4 @@
-"""Policies that choose K, the drafts per request of a step.
+"""Policies that choose K, the drafts per request of a step, and how many of them each request verifies.
 
 K = 0 decodes autoregressively; the draft context is kept up to date, so that drafting can resume at any step.
 """
@@ -7,36 +7,52 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepObservation:
-    """Measurements of a step. `verified` has (num_candidates, num_accepted) of each verify block."""
+    """Measurements of a step with R requests that decoded.
+
+    Arrays int64 [R]: `slots` and `epochs` name the requests, `num_accepted` drafts of `num_candidates` were accepted.
+    """
 
     num_draft_tokens: int
-    num_decoding: int  # requests that decoded
     num_prefill_tokens: int  # tokens of chunks longer than one
-    verified: tuple[tuple[int, int], ...]
+    slots: Array
+    epochs: Array
+    num_candidates: Array
+    num_accepted: Array
     elapsed_s: float | None  # None means not measured
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.slots)
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses K before a step and observes the step afterwards."""
+    """Chooses K before a step and observes the step afterwards.
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """All K that it may choose, for which a GPU prepares when an engine is opened."""
-        ...
+    `lengths` are all K that it may choose, for which a GPU prepares when an engine is opened. One whose `limit` may
+    leave out drafts has a budget.
+    """
+
+    has_budget: bool = False
+    lengths: tuple[int, ...]
 
     def choose(self, num_decoding: int) -> int:
         """K for a step with `num_decoding` requests that decode; never negative."""
         ...
 
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+        """Drafts that each request verifies, int64 [R]: at most `num_candidates`, which are there; by default these."""
+        return num_candidates
+
     def observe(self, step: StepObservation) -> None: ...
 
 
-class BatchSizeDraftLength:
+class BatchSizeDraftLength(DraftLengthPolicy):
     """K by the number of decoding requests: `{1: 7, 8: 3, 32: 0}` means 3 drafts for 8 to 31 requests."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:

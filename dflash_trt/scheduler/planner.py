@@ -231,7 +231,7 @@ class StepPlanner:
 
     def _steady_state(self, rows: StepRows) -> SteadyState | None:
         table, slots, k = self._table, rows.slot_ids, rows.num_draft_tokens
-        if len(slots) < len(self._request_pool.running) or not len(slots):
+        if len(slots) < len(self._request_pool.running) or not len(slots) or (k and self._policy.has_budget):
             return None
         if not ((rows.num_candidates == k) & (rows.context_lens == CHAINED) & ~table.is_constrained[slots]).all():
             return None
@@ -344,6 +344,7 @@ class StepPlanner:
         num_candidates = np.minimum(
             table.max_candidates(slots), min(num_draft_tokens, self._max_candidates(len(slots)))
         )
+        num_candidates = self._policy.limit(slots, table.epoch[slots], num_candidates)
         ends = table.max_context_len(slots) + 1 + num_candidates
         if self._request_pool.grow_all(slots, -(-ends // self._limits.page_size) - table.num_pages[slots]):
             return slots, num_candidates

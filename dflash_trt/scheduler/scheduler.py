@@ -341,15 +341,13 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
 def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObservation:
     plan = committed.step.plan
     is_prompt = plan.rows.num_tokens > plan.rows.num_candidates + 1
-    has_block = committed.num_candidates > 0
-    verified = zip(
-        committed.num_candidates[has_block].tolist(), committed.num_accepted[has_block].tolist(), strict=True
-    )
     return StepObservation(
         num_draft_tokens=plan.rows.num_draft_tokens,
-        num_decoding=int((~is_prompt).sum()),
         num_prefill_tokens=int(plan.rows.num_tokens[is_prompt].sum()),
-        verified=tuple(verified),
+        slots=plan.rows.slot_ids[~is_prompt],
+        epochs=committed.step.planned.epochs[~is_prompt],
+        num_candidates=committed.num_candidates[~is_prompt],
+        num_accepted=committed.num_accepted[~is_prompt],
         elapsed_s=elapsed_s,
     )
 

@@ -49,13 +49,21 @@ class StepCosts:
         self._pace = 1.0  # present step time / recorded step time
 
     def add(
-        self, num_decoding: int, num_draft_tokens: int, elapsed_s: float, *, num_prefill_tokens: int, is_steady: bool
+        self,
+        num_decoding: int,
+        num_draft_tokens: int,
+        elapsed_s: float,
+        *,
+        num_verified: int | None = None,
+        num_prefill_tokens: int,
+        is_steady: bool,
     ) -> None:
-        """Add a step. `is_steady`: every decoding request verified num_draft_tokens drafts."""
+        """Add a step, which verified `num_verified` drafts in all (by default all); measure it if `is_steady`."""
         self._num_steps += 1
         if not is_steady:
             return
-        features = _features(num_decoding, num_draft_tokens, num_prefill_tokens)
+        num_left_out = 0 if num_verified is None else num_decoding * num_draft_tokens - num_verified
+        features = _features(num_decoding, num_draft_tokens, num_prefill_tokens, num_left_out)
         usual_s = elapsed_s / self._pace
         expected_s = self._model.predict(features)
         if not self._model.has_values or usual_s < _MAX_OUTLIER * max(expected_s, _MIN_S):
@@ -68,6 +76,7 @@ class StepCosts:
         decode_s = self._without_prefill(features, usual_s)
         if decode_s is None:
             return
+        decode_s += num_left_out * self._verified_s()
         if entry.is_sure:
             self._update_pace(entry, decode_s)
         entry.samples.append(decode_s)
@@ -81,6 +90,10 @@ class StepCosts:
         entry = self._table.get(_key(num_decoding, num_draft_tokens))
         samples = entry.samples if entry is not None else ()
         return self._pace * _median([*samples, *[expected_s] * _MODEL_WEIGHT])
+
+    def row_s(self) -> float:
+        """Seconds that one more draft to verify takes, at the present pace."""
+        return self._pace * self._verified_s()
 
     def prefill_s(self, num_prefill_tokens: int) -> float:
         """Seconds that prompt tokens add to a step, at the present pace."""
@@ -99,6 +112,9 @@ class StepCosts:
         center, _ = _key(num_decoding, num_draft_tokens)
         nearby = range(center - _KEYS_PER_DOUBLING, center + _KEYS_PER_DOUBLING + 1)
         return any((key, num_draft_tokens) in self._table for key in nearby)
+
+    def _verified_s(self) -> float:
+        return max(0.0, self._model.part(_features(1, 1, 0), _VERIFIED))
 
     def _update_pace(self, entry: _Entry, decode_s: float) -> None:
         """Estimate the machine's current speed from a well-known kind of step; it drifts with clocks and load.
@@ -180,16 +196,20 @@ class _LinearModel:
 def _prior(num_fixed_rows: float) -> list[float]:
     """Weights of `_features` of a step whose rows cost 1 each."""
     drafter = DRAFTER_FRACTION
-    return [num_fixed_rows, 16.0, 64 * (1 + drafter), drafter * num_fixed_rows, 16 * drafter, 256.0]
+    return [num_fixed_rows, 16.0, 64.0, 64 * drafter, drafter * num_fixed_rows, 16 * drafter, 256.0]
 
 
-def _features(num_decoding: int, num_draft_tokens: int, num_prefill_tokens: int) -> list[float]:
-    """Features: 1, requests, drafts of all, 1 with drafts, requests with drafts, prompt tokens."""
-    is_drafting = float(num_draft_tokens > 0)
+_VERIFIED = 2  # index of a feature
+
+
+def _features(num_decoding: int, num_draft_tokens: int, num_prefill_tokens: int, num_left_out: int = 0) -> list[float]:
+    """Features: 1, requests, drafts verified, drafts made, 1 with drafts, requests with drafts, prompt tokens."""
+    is_drafting, num_drafts = float(num_draft_tokens > 0), num_decoding * num_draft_tokens
     return [
         1.0,
         num_decoding / 16,
-        num_decoding * num_draft_tokens / 64,
+        (num_drafts - num_left_out) / 64,
+        num_drafts / 64,
         is_drafting,
         is_drafting * num_decoding / 16,
         num_prefill_tokens / 256,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.core.array import Array
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, run_batch
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
@@ -95,8 +97,41 @@ def texts_of(
     return counts, num_accepted / max(1, num_candidates)
 
 
-def make_loop(executor: TorchExecutor, *, overlaps: bool = False, draft_lengths: Any = None) -> EngineLoop:
-    policy = None if draft_lengths is None else BatchSizeDraftLength(draft_lengths)
+class HistoryBudget(FixedDraftLength):
+    """Verifies as many drafts as the slot's last blocks and its place among the rows say."""
+
+    has_budget = True
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self._num_accepted = np.zeros(64, np.int64)
+
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+        return np.minimum(num_candidates, (self._num_accepted[slots] + np.arange(len(slots))) % 4)
+
+    def observe(self, step: StepObservation) -> None:
+        self._num_accepted[step.slots] += step.num_accepted
+
+
+class PeekingBudget(HistoryBudget):
+    """Verifies a first draft by its value: what no budget may do."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        super().__init__()
+        self._drafts = executor._slots.token_ids
+
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+        return np.where(self._drafts.numpy()[slots, 1] == 2, num_candidates, 0)
+
+
+def make_loop(
+    executor: TorchExecutor,
+    *,
+    overlaps: bool = False,
+    draft_lengths: Any = None,
+    policy: DraftLengthPolicy | None = None,
+) -> EngineLoop:
+    policy = policy if draft_lengths is None else BatchSizeDraftLength(draft_lengths)
     return EngineLoop(executor, Scheduler(executor.limits, SchedulerConfig(), policy), overlaps=overlaps)
 
 
@@ -104,6 +139,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlapped": {"overlaps": True},
     "another K in every batch": {"draft_lengths": {1: 3, 16: 1, 40: 2, 60: 3}},
+    "a budget by history": {"policy": HistoryBudget()},
 }
 
 
@@ -129,6 +165,13 @@ def test_texts_follow_the_targets_distribution(
     assert counts[expected == 0].sum() == 0
     assert chi_square_p(*merge_rare(counts, expected)) > 1e-3  # fixed seeds: never flaky
     assert 0.05 < accepted < 0.95  # both ways are taken
+
+
+def test_a_budget_that_looks_at_drafts_is_noticed(tmp_path: Path, target: Path, logprobs: Tensor) -> None:
+    executor = open_executor("dflash", target, tmp_path / "drafter")
+    loop = make_loop(executor, policy=PeekingBudget(executor))
+    counts, _ = texts_of(loop, SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW), num_samples=2560)
+    assert chi_square_p(*merge_rare(counts, probabilities(logprobs) * counts.sum())) < 1e-6
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

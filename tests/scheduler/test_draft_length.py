@@ -7,15 +7,16 @@ from typing import Literal
 
 import pytest
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
+from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength, default_lengths
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_cost import StepCosts
 from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
-from tests.scheduler.simulation import CostFunction, Device, best_tokens_per_second, cpu_cost_s, gpu_cost_s
+from tests.scheduler.simulation import CostFunction, Device, best_tokens_per_second, cpu_cost_s, gpu_cost_s, observation
 
 
 def test_a_schedule_holds_from_its_batch_size_on() -> None:
@@ -91,11 +92,6 @@ def test_drafting_resumes_after_steps_without_it() -> None:
 
 
 # What is measured
-
-
-def test_expected_tokens_multiply_the_chances_along_the_block() -> None:
-    assert expected_num_emitted([0.5, 0.5, 1.0], 0) == 1.0
-    assert expected_num_emitted([0.5, 0.5, 1.0], 3) == 1 + 0.5 + 0.25 + 0.25
 
 
 def test_a_position_counts_only_when_it_was_reached() -> None:
@@ -247,7 +243,7 @@ def test_probes_stay_within_their_share(options: dict[str, float]) -> None:
     for _ in range(2000):
         chosen.append(policy.choose(64))
         policy.observe(
-            StepObservation(
+            observation(
                 num_draft_tokens=chosen[-1],
                 num_decoding=64,
                 num_prefill_tokens=0,
@@ -264,10 +260,13 @@ def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
         policy = AdaptiveDraftLength(7, hysteresis_fraction=hysteresis_fraction)
         chosen: list[int] = []
 
-        class Spy:
+        class Spy(DraftLengthPolicy):
             def choose(self, num_decoding: int) -> int:
                 chosen.append(policy.choose(num_decoding))
                 return chosen[-1]
+
+            def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+                return policy.limit(slots, epochs, num_candidates)
 
             def observe(self, step: StepObservation) -> None:
                 policy.observe(step)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch
-from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.sequence import Sequence
@@ -225,7 +225,7 @@ def test_a_request_sent_back_waits_for_the_step_that_runs_if_the_next_one_does_n
 
 
 def test_a_policy_that_cannot_learn_costs_no_request_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    class Forgetful:
+    class Forgetful(DraftLengthPolicy):
         def choose(self, num_decoding: int) -> int:
             return 2
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.fake_executor import FakeExecutor, always_wrong
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 
-class Script:
+class Script(DraftLengthPolicy):
     """A draft length policy that gives these K in turn, then the last one for ever; keeps what it is told."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -131,9 +131,11 @@ def test_the_policy_is_asked_for_those_that_decode_and_told_of_what_ran() -> Non
     driver.scheduler.commit(step, driver.executor.submit(step.plan).result(), elapsed_s=0.25)
     assert policy.batch_sizes == [1, 1, 1], "the first step drafts for the request whose prompt it computes"
     first, second, third = policy.steps
-    assert (first.num_decoding, first.num_prefill_tokens, first.verified) == (0, 3, ())
-    assert (second.num_decoding, second.num_prefill_tokens, second.verified) == (1, 21, ((2, 0),))
-    assert (third.num_decoding, third.num_prefill_tokens, third.verified) == (1, 9, ((2, 0),))
+    blocks = [(list(step.num_candidates), list(step.num_accepted)) for step in policy.steps]
+    assert (first.num_decoding, first.num_prefill_tokens, blocks[0]) == (0, 3, ([], []))
+    assert (second.num_decoding, second.num_prefill_tokens, blocks[1]) == (1, 21, ([2], [0]))
+    assert (third.num_decoding, third.num_prefill_tokens, blocks[2]) == (1, 9, ([2], [0]))
+    assert list(second.slots) == list(third.slots) and list(second.epochs) == list(third.epochs)
     assert [step.elapsed_s for step in policy.steps] == [None, None, 0.25]
     assert {step.num_draft_tokens for step in policy.steps} == {2}
 

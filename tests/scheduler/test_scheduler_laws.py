@@ -3,14 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import QueueFullError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
@@ -20,14 +23,17 @@ LENGTHS, ONE_IN = st.integers(1, 20), st.sampled_from([2, 3, 8])
 HOW_TO_LEAVE = st.sampled_from(["not at all", "cancel", "preempt", "preempt and cancel", "pause"])
 
 
-class AnyK:
-    """A draft length policy that the test turns."""
+class AnyK(DraftLengthPolicy):
+    """A draft length policy that the test turns. With a budget, a row in turn verifies one draft more than the last."""
 
     def __init__(self) -> None:
         self.num_draft_tokens = 0
 
     def choose(self, num_decoding: int) -> int:
         return self.num_draft_tokens
+
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+        return np.minimum(num_candidates, np.arange(len(slots)) % 4) if self.has_budget else num_candidates
 
     def observe(self, step: Any) -> None:
         pass
@@ -127,9 +133,9 @@ class ServingMachine(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         self.expected[request.request_id] = expected_tokens(self.driver.executor, request)
 
-    @rule(num_draft_tokens=st.integers(0, 5))
-    def change_k(self, num_draft_tokens: int) -> None:
-        self.policy.num_draft_tokens = num_draft_tokens
+    @rule(num_draft_tokens=st.integers(0, 5), has_budget=st.booleans())
+    def change_k(self, num_draft_tokens: int, has_budget: bool) -> None:
+        self.policy.num_draft_tokens, self.policy.has_budget = num_draft_tokens, has_budget
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

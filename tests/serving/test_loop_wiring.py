@@ -13,7 +13,7 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
-from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving import engine_loop
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -29,7 +29,7 @@ from tests.serving.test_engine_failures import BrokenExecutor
 STEP_S = 0.004
 
 
-class Listener:
+class Listener(DraftLengthPolicy):
     """A draft length policy that keeps what it is told."""
 
     def __init__(self) -> None:

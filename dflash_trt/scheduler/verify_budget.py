@@ -1,0 +1,82 @@
+"""Which drafts of a step are worth a row: those that are most likely reached and accepted, of all requests together.
+
+A step that verifies n drafts emits R tokens and the drafts' probabilities to be accepted; it costs a part that n does
+not change, and n rows. The best n is where tokens per second are highest. Requests differ: what each had accepted,
+relative to the usual rates by position, decides how far its drafts are believed.
+
+The choice looks at tokens that are emitted already, never at a draft: if a draft's value decided whether it is tested,
+texts would be biased (docs/design/scheduling.md).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_trt.core.array import Array
+
+_DECAY = 0.97  # per step, of what a request is known for: about its last 30 steps, so that it is tried again after them
+_PRIOR_WEIGHT = 4.0  # accepted drafts that a request is given to begin with, as many as expected
+_MAX_RATE = 0.98
+
+
+class RequestRates:
+    """Acceptance rates of running requests, by slot; a slot's next request, another epoch, starts as the usual one."""
+
+    def __init__(self) -> None:
+        self._epochs = np.full(0, -1)
+        self._accepted, self._expected = np.zeros((2, 0))
+
+    def observe(self, slots: Array, epochs: Array, num_candidates: Array, num_accepted: Array, usual: Array) -> None:
+        """Count a step's verify blocks [R], none where num_candidates is 0. `usual` rates [K] are by position."""
+        self._begin(slots, epochs)
+        num_reached = np.minimum(num_accepted + 1, num_candidates)
+        expected = np.append(0.0, np.cumsum(usual))[num_reached]
+        self._accepted[slots] = _DECAY * self._accepted[slots] + num_accepted
+        self._expected[slots] = _DECAY * self._expected[slots] + expected
+
+    def reach(self, slots: Array, epochs: Array, usual: Array) -> Array:
+        """float64 [R, K]: the probability that a draft and all before it are accepted."""
+        self._begin(slots, epochs)
+        factors = (self._accepted[slots] + _PRIOR_WEIGHT) / (self._expected[slots] + _PRIOR_WEIGHT)
+        reached: Array = np.cumprod(np.minimum(factors[:, None] * usual, _MAX_RATE), axis=1)
+        return reached
+
+    def _begin(self, slots: Array, epochs: Array) -> None:
+        missing = int(slots.max(initial=-1)) + 1 - len(self._epochs)
+        if missing > 0:
+            self._epochs = np.append(self._epochs, np.full(missing, -1))
+            self._accepted, self._expected = (
+                np.append(counts, np.zeros(missing)) for counts in (self._accepted, self._expected)
+            )
+        new = slots[self._epochs[slots] != epochs]
+        self._epochs[slots] = epochs
+        self._accepted[new] = self._expected[new] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyBudget:
+    """Drafts to verify in a step: all whose probability is at least `threshold`."""
+
+    num_drafts: int
+    threshold: float
+    tokens_per_second: float
+
+    def num_candidates(self, reach: Array) -> Array:
+        """Of each row of `reach` [R, K], whose rows fall."""
+        counts: Array = (reach >= self.threshold).sum(axis=1)
+        return counts
+
+
+def best_budget(reach: Array, *, fixed_s: float, row_s: float, least_gain: float = 0.0) -> VerifyBudget:
+    """The best number of drafts for `reach` [R, K], 0 where there is none; all of them if that gains too little.
+
+    `fixed_s` is the time of a step that verifies none.
+    """
+    ordered = np.sort(reach[reach > 0])[::-1]
+    num_tokens = len(reach) + np.append(0.0, np.cumsum(ordered))
+    speeds = num_tokens / (fixed_s + row_s * np.arange(len(num_tokens)))
+    best = int(speeds.argmax())
+    if speeds[best] < (1 + least_gain) * speeds[-1]:
+        best = len(ordered)
+    threshold = float(ordered[best - 1]) if best else np.inf
+    return VerifyBudget(num_drafts=best, threshold=threshold, tokens_per_second=float(speeds[best]))
