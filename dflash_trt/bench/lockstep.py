@@ -47,9 +47,16 @@ class LockstepReport:
 class Lockstep:
     """Keeps its sides, and what their policies have learned, from one run to the next."""
 
-    def __init__(self, executor: StepExecutor, policies: Mapping[str, DraftLengthPolicy], reader: PromptReader) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        policies: Mapping[str, DraftLengthPolicy],
+        reader: PromptReader,
+        *,
+        ngram: bool = False,
+    ) -> None:
         """Prefix caching is off: a second run must not be cheaper than the first."""
-        config = SchedulerConfig(enable_prefix_caching=False)
+        config = SchedulerConfig(enable_prefix_caching=False, ngram=ngram)
         self._sides = {}
         for index, (name, policy) in enumerate(policies.items()):
             share = _Share(executor, index=index, num_shares=len(policies))

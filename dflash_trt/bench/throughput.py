@@ -63,7 +63,8 @@ def compare_policies(
 ) -> list[PolicyReport]:
     """Compare the adaptive policy with fixed K at each concurrency; one round in addition warms up.
 
-    `fixed_lengths` default to 0, 2, 3, 4 and the engine's maximum. `config` sets device, threads and K/V memory only.
+    `fixed_lengths` default to 0, 2, 3, 4 and the engine's maximum. `config` sets device, threads, K/V memory and
+    drafts from texts only.
 
     Raises:
         SettingError: the engine cannot draft that many.
@@ -82,7 +83,7 @@ def compare_policies(
             policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
             policies[_ADAPTIVE] = AdaptiveDraftLength(most, device="cuda" if executor.has_queue else "cpu")
             work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
-            with closing(Lockstep(executor, policies, reader)) as sides:
+            with closing(Lockstep(executor, policies, reader, ngram=config.ngram)) as sides:
                 runs = []
                 for index in range(num_rounds + 1):
                     runs.append(sides.run(work, concurrency=concurrency))

@@ -41,6 +41,8 @@ class RunSummary:
     num_verify_steps: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_ngram_draft_tokens: int  # of num_draft_tokens, from the requests' own texts
+    num_ngram_accepted_tokens: int
     acceptance_length: float | None
     acceptance_length_includes_bonus: bool
     accepted_fraction_by_position: tuple[float, ...]
@@ -57,6 +59,7 @@ def summarize(
     """Sum up finished requests; `num_refused` more never reached the engine."""
     num_failed = num_refused + sum(output.finish_reason == "error" for output in outputs)
     num_output_tokens = sum(len(output.token_ids) for output in outputs)
+    ngram_steps = [step for output in outputs for step in output.steps if step.ngram_draft_token_ids]
     first_token_times = [output.time_to_first_token_s for output in outputs if output.token_ids]
     return RunSummary(
         num_requests=len(outputs) + num_refused,
@@ -72,6 +75,8 @@ def summarize(
         num_verify_steps=sum(output.num_verify_steps for output in outputs),
         num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
         num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
+        num_ngram_draft_tokens=sum(step.num_candidates for step in ngram_steps),
+        num_ngram_accepted_tokens=sum(step.num_accepted for step in ngram_steps),
         acceptance_length=acceptance_length(outputs),
         acceptance_length_includes_bonus=True,
         accepted_fraction_by_position=accepted_fractions(outputs),
@@ -103,6 +108,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"({summary.num_verify_steps} verify steps, K = {summary.max_draft_tokens} at most)",
             f"accepted by draft position: {rates}",
         ]
+    if summary.num_ngram_draft_tokens:
+        verified, accepted = summary.num_ngram_draft_tokens, summary.num_ngram_accepted_tokens
+        lines.append(
+            f"accepted by source: {summary.num_accepted_tokens - accepted} of {summary.num_draft_tokens - verified} "
+            f"drafts from the drafter, {accepted} of {verified} from texts"
+        )
     return lines
 
 

@@ -85,7 +85,8 @@ class TokenEvent(NamedTuple):
     ends without a new token. `num_candidates` is 0 for the step that ended the prefill. `num_accepted` is counted
     before any cut. `statistics` come with the finish_reason. `top` has the most likely tokens at each of the tokens,
     `prompt` comes with the first tokens of a request that wants log probabilities of its prompt. `draft_token_ids` are
-    the drafts made for the next step, which verifies the first `num_candidates` of them.
+    the drafts made for the next step, which verifies the first `num_candidates` of them, unless it has drafts from the
+    request's own text to verify, its `ngram_draft_token_ids`.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class TokenEvent(NamedTuple):
     top: Optional["TopTokens"] = None  # [tokens, N]
     prompt: Optional["PromptScores"] = None
     draft_token_ids: tuple[int, ...] = ()
+    ngram_draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

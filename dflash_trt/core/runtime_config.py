@@ -107,6 +107,13 @@ class RuntimeConfig(Frozen):
     adaptive_draft_length: Annotated[
         bool, Option(flag="--adaptive", help="Choose K for each step, from measured speed and acceptance.")
     ] = False
+    ngram: Annotated[
+        bool,
+        Option(
+            flag="--ngram",
+            help="Take drafts from a request's own text where its last tokens match earlier ones; without --overlap.",
+        ),
+    ] = False
     draft_window: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
@@ -180,7 +187,7 @@ class RuntimeConfig(Frozen):
         problems: list[str] = []
         try:
             config = read({name: _plain(value) for name, value in dict(fields).items()})
-            problems += config._adaptive_conflict(written_as)
+            problems += config._conflicting_values(written_as)
         except ValidationError as error:
             problems = [_problem_of(details, written_as) for details in error.errors()]
         problems += _conflicts(dict(fields), written_as)
@@ -192,12 +199,18 @@ class RuntimeConfig(Frozen):
         """The maximum K of a resolved config."""
         return max((self.draft_length or {1: 0}).values())
 
-    def _adaptive_conflict(self, written_as: Mapping[str, str]) -> Iterator[str]:
+    def _conflicting_values(self, written_as: Mapping[str, str]) -> Iterator[str]:
         if self.adaptive_draft_length and len(self.draft_length or {}) > 1:
             adaptive, length = (written_as.get(name, name) for name in ("adaptive_draft_length", "draft_length"))
             yield problem(
                 length, expected=f"one K with {adaptive}, its maximum", found=lengths_text(self.draft_length or {})
             )
+        if self.ngram and self.overlap_scheduling:
+            ngram, overlap = (written_as.get(name, name) for name in ("ngram", "overlap_scheduling"))
+            yield f"{ngram} and {overlap} are mutually exclusive."
+        if self.ngram and self.draft_length is not None and not self.max_draft_tokens:
+            ngram, length = (written_as.get(name, name) for name in ("ngram", "draft_length"))
+            yield problem(length, expected=f"a K of 1 or more with {ngram}, whose drafts count", found="0")
 
     def without_drafter(self) -> "RuntimeConfig":
         """A copy that decodes autoregressively, without the settings that exclude it."""
@@ -215,6 +228,7 @@ _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),
     ("use_drafter", "adaptive_draft_length"),
+    ("use_drafter", "ngram"),
     ("use_drafter", "draft_length"),
     ("use_drafter", "draft_window"),
 )

@@ -92,7 +92,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     resolved: dict[str, object] = {
         "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
-        "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
+        "overlap_scheduling": _overlaps(config, device),
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
     }
     if config.use_drafter:
@@ -103,6 +103,11 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             usual = usual_draft_lengths(most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda")
         resolved["draft_length"] = config.draft_length or usual
     return config.model_copy(update=resolved)
+
+
+def _overlaps(config: RuntimeConfig, device: str) -> bool:
+    """On a GPU by default, except with drafts from texts: they need the results of the step before."""
+    return device != "cpu" and not config.ngram if config.overlap_scheduling is None else config.overlap_scheduling
 
 
 def _check_determinism(engine: EngineDir, device: str) -> None:
@@ -125,6 +130,7 @@ def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
             "adaptive_draft_length": config.adaptive_draft_length,
             "draft_length": config.max_draft_tokens,
             "draft_window": config.draft_window,
+            "ngram": config.ngram,
         }
         for name in (name for name, value in asked.items() if value):
             hint = "Leave the setting out, or build the engine with a drafter."

@@ -15,7 +15,7 @@ from dflash_trt.core.constraint import ConstraintError
 from dflash_trt.core.errors import problem
 from dflash_trt.core.logprobs import TopTokens
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
-from dflash_trt.core.step_plan import StepResult
+from dflash_trt.core.step_plan import CHAINED, StepResult, StepRows
 from dflash_trt.scheduler.constrained_rows import advance, refusal
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.prompt_logprobs import collect_prompt_logprobs
@@ -149,6 +149,7 @@ class Committer:
         counts = committed.num_emitted.tolist()
         tokens = committed.result.emitted_tokens.tolist()
         candidates, accepted = committed.num_candidates.tolist(), committed.num_accepted.tolist()
+        is_given = (step.plan.rows.context_lens != CHAINED).tolist()
         starts = _start(committed, slice(None)).tolist()
         logprobs = committed.result.emitted_logprobs.tolist() if step.planned.wants_logprobs else None
         events = []
@@ -168,6 +169,8 @@ class Committer:
             )
             if request.sampling.top_logprobs:
                 event = event._replace(top=_top_of(committed, row, count, request))
+            if is_given[row] and candidates[row]:
+                event = event._replace(ngram_draft_token_ids=_given_drafts(step.plan.rows, row))
             if request.reports_drafts:
                 event = event._replace(draft_token_ids=tuple(committed.result.draft_tokens[row].tolist()))
             if sequence.prompt_logprobs is not None and count:
@@ -293,6 +296,11 @@ class Committer:
             found=f"NaN or infinity: the logits are not finite at position {position}",
             hint="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
         )
+
+
+def _given_drafts(rows: StepRows, row: int) -> tuple[int, ...]:
+    end = int(rows.token_offsets[row + 1])
+    return tuple(rows.token_ids[end - int(rows.num_candidates[row]) : end].tolist())
 
 
 def _top_of(committed: CommittedStep, row: int, count: int, request: Request) -> TopTokens:

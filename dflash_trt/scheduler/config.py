@@ -17,6 +17,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_paused_s: float | None = 60.0  # a request paused for longer ends with "timeout"; None means no limit
     preempts_for_priority: bool = True  # a waiting request may preempt a running one of lower priority
+    ngram: bool = False  # verify drafts from a request's own text where its last tokens match earlier ones
 
     def __post_init__(self) -> None:
         problems = [

@@ -15,6 +15,7 @@ from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
+from dflash_trt.scheduler.ngram_drafts import NgramDrafts
 from dflash_trt.scheduler.prompt_logprobs import prompt_rows
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
@@ -87,6 +88,7 @@ class StepPlanner:
         self._config = config
         self._policy = policy
         self._admission = Admission(request_pool, limits, config)
+        self._ngrams = NgramDrafts(request_pool.table) if config.ngram else None
         self._num_steps = 0
         self._last: PlannedRows | None = None
 
@@ -95,7 +97,8 @@ class StepPlanner:
         last = self._steady_rows()
         decoding = self._decoding() if last is None else last.rows.slot_ids
         num_draft_tokens = min(self._policy.choose(len(decoding) or self._num_starting), self._limits.max_draft_len)
-        if last is not None and last.rows.num_draft_tokens == num_draft_tokens:
+        ngram_drafts = {} if self._ngrams is None else self._ngrams.propose(decoding, num_draft_tokens)
+        if last is not None and last.rows.num_draft_tokens == num_draft_tokens and not ngram_drafts:
             step = self._repeated(last)
             if step is not None:
                 return step
@@ -106,6 +109,8 @@ class StepPlanner:
         num_tokens, context_lens = num_candidates + 1, np.full(len(slots), CHAINED)
         is_emitting = np.ones(len(slots), bool)
         token_ids = np.zeros(int(num_tokens.sum()), np.int64)
+        if self._ngrams is not None:
+            self._ngrams.give_rows(ngram_drafts, slots, num_candidates, context_lens=context_lens, token_ids=token_ids)
         scored: PromptRows | None = None
         prompts = self._prompt_chunks(self._limits.max_num_tokens - len(token_ids))
         if prompts:

@@ -195,6 +195,8 @@ class Scheduler:
             num_evicted_pages=request_pool.store.num_evicted_pages,
             num_window_pages=sum(window.num_pages for window in self.limits.page_windows),
             num_window_pages_in_use_now=request_pool.windows.num_pages_in_use,
+            num_ngram_draft_tokens=counts.num_ngram_draft_tokens,
+            num_ngram_accepted_tokens=counts.num_ngram_accepted_tokens,
         )
 
     # Steps

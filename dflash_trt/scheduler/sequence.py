@@ -6,6 +6,7 @@ from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.constraint import TokenMatcher
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics
+from dflash_trt.scheduler.ngram_index import NgramIndex
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.prompt_logprobs import PromptLogprobs
 
@@ -35,6 +36,7 @@ class Sequence:
     logit_rules: LogitRules | None = field(init=False)
     matcher: TokenMatcher | None = field(init=False)
     draft_tokens: list[int] = field(default_factory=list)  # with a matcher: the drafts in its slot that it may allow
+    ngram_index: NgramIndex = field(default_factory=NgramIndex)  # with SchedulerConfig.ngram: of its committed tokens
 
     def __post_init__(self) -> None:
         """Raises RequestError: see `LogitRules.of`."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.request import FinishReason
+from dflash_trt.core.step_plan import CHAINED
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.commit import CommittedStep
 
@@ -42,6 +43,8 @@ class SchedulerStatistics:
     num_evicted_pages: int
     num_window_pages: int = 0  # pages of window layers, which have pages of their own
     num_window_pages_in_use_now: int = 0
+    num_ngram_draft_tokens: int = 0  # of num_draft_tokens, from the requests' own texts; the others are the drafter's
+    num_ngram_accepted_tokens: int = 0  # of num_accepted_tokens
 
     @property
     def acceptance_length(self) -> float | None:
@@ -64,6 +67,8 @@ class StepCounts:
         self.num_steps = 0
         self.num_steps_by_draft_length: Counter[int] = Counter()
         self.num_computed_tokens = 0
+        self.num_ngram_draft_tokens = 0
+        self.num_ngram_accepted_tokens = 0
         self._width = max_draft_len + 1
         self._num_blocks = np.zeros(self._width**2, np.int64)  # by candidates and accepted drafts
 
@@ -73,6 +78,9 @@ class StepCounts:
         self.num_steps += 1
         self.num_steps_by_draft_length[rows.num_draft_tokens] += 1
         self.num_computed_tokens += rows.total_tokens
+        is_given = rows.context_lens != CHAINED  # with drafts: the host's
+        self.num_ngram_draft_tokens += int(committed.num_candidates[is_given].sum())
+        self.num_ngram_accepted_tokens += int(committed.num_accepted[is_given].sum())
         outcomes = committed.num_candidates * self._width + committed.num_accepted
         self._num_blocks += np.bincount(outcomes, minlength=len(self._num_blocks))
 

@@ -96,7 +96,7 @@ def _open(
     policy = draft_length_policy or _policy(config)
     if scheduler_config is None:
         scheduler_config = SchedulerConfig(
-            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len
+            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len, ngram=config.ngram
         )
     open_one = partial(open_executor, engine, config, draft_lens=policy.lengths)
     executor = open_one()
@@ -120,7 +120,7 @@ def _check_once_decided(
 ) -> None:
     """Refuse a setting if an object that decides the same is given: it would be ignored."""
     decided_by = (
-        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len")),
+        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len", "ngram")),
         ("draft_length_policy", draft_length_policy, ("adaptive_draft_length", "draft_length")),
     )
     problems = [

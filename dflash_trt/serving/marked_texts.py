@@ -42,7 +42,8 @@ def _texts(output: GenerationOutput, codec: TextCodec) -> Iterator[MarkedText]:
         accepted, own = event.token_ids[:num_accepted], event.token_ids[num_accepted:]
         yield MarkedText(detokenizer.push(accepted), "accepted")
         if own:
-            rejected = drafts[event.num_accepted : event.num_candidates]
+            verified = event.ngram_draft_token_ids or drafts
+            rejected = verified[event.num_accepted : event.num_candidates]
             yield MarkedText(_text_after(codec, (accepted or before)[-1:], rejected), "rejected")
         yield MarkedText(detokenizer.push(own), "target")
         before, drafts = event.token_ids, event.draft_token_ids

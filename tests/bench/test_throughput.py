@@ -82,10 +82,11 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
     made: list[dict[str, Any]] = []
     opened: list[Any] = []
     works: list[int] = []
-    config = RuntimeConfig(num_threads=4)
+    config = RuntimeConfig(num_threads=4, ngram=True)
 
     class Sides:
-        def __init__(self, executor: Any, policies: dict[str, Any], reader: Any) -> None:
+        def __init__(self, executor: Any, policies: dict[str, Any], reader: Any, *, ngram: bool) -> None:
+            assert ngram
             made.append(policies)
 
         def run(self, work: Any, *, concurrency: int) -> Any:

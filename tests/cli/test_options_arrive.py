@@ -42,6 +42,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "use_drafter": (["--no-drafter"], False),
     "adaptive_draft_length": (["--adaptive"], True),
     "draft_length": (["--draft-length", "2"], {1: 2}),
+    "ngram": (["--ngram"], True),
     "draft_window": (["--draft-window", "100"], 100),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "num_state_snapshots": (["--num-state-snapshots", "5"], 5),
@@ -69,7 +70,7 @@ LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields":
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = ({"use_drafter", "num_state_snapshots"}, {"kv_cache_free_memory_fraction"})
+    apart = ({"use_drafter", "num_state_snapshots"}, {"kv_cache_free_memory_fraction", "ngram"})
     cases = []
     for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]

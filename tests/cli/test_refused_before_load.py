@@ -73,7 +73,7 @@ REFUSED = [
     (["--input-file", "long.jsonl"], "2 of 2 requests failed"),
     (["--input-file", "long.jsonl", "--output-file", "new.jsonl"], "sampling top_p: expected a number in (0, 1]"),
 ]
-NO_DRAFTER = [["--adaptive"], ["--draft-length", "1:1"], ["--draft-length", "1"], ["--draft-window", "9"]]
+NO_DRAFTER = [["--adaptive"], ["--draft-length", "1:1"], ["--draft-length", "1"], ["--draft-window", "9"], ["--ngram"]]
 
 
 def test_a_run_that_nothing_refuses_loads(engine_dir: Path, directory: Path, invoke: Invoke) -> None:

@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -50,6 +50,16 @@ def test_counts_and_times_are_over_all_requests() -> None:
     assert (summary.num_output_tokens, summary.output_tok_per_s) == (10, 5.0)
     assert summary.time_to_first_token_s is not None
     assert asdict(summary.time_to_first_token_s) == pytest.approx({"mean": 0.3, "median": 0.3, "max": 0.4})
+
+
+def test_drafts_of_texts_are_apart_from_the_drafters() -> None:
+    output = _output((0, 0), (3, 3), (3, 1), (1, 1), num_tokens=9)
+    assert not any("by source" in line for line in summary_lines(_summary(output)))
+    prefill, first, *others = output.steps
+    first = first._replace(ngram_draft_token_ids=(7, 8, 9))
+    summary = _summary(replace(output, steps=(prefill, first, *others)))
+    assert (summary.num_ngram_draft_tokens, summary.num_ngram_accepted_tokens) == (3, 3)
+    assert "accepted by source: 2 of 4 drafts from the drafter, 3 of 3 from texts" in summary_lines(summary)
 
 
 def test_the_words_say_that_the_bonus_is_included() -> None:

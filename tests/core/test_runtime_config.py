@@ -59,6 +59,8 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
             "draft_length: expected one K with adaptive_draft_length, its maximum, found 1:3,4:2.",
         ),
         ({"draft_length": {1: 3}, "use_drafter": False}, "use_drafter=False and draft_length are mutually exclusive"),
+        ({"ngram": True, "overlap_scheduling": True}, "ngram and overlap_scheduling are mutually exclusive."),
+        ({"ngram": True, "draft_length": 0}, "draft_length: expected a K of 1 or more with ngram, whose drafts count"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_was_expected(fields, said) -> None:
@@ -72,6 +74,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "device": "auto",
         "use_drafter": True,
         "adaptive_draft_length": False,
+        "ngram": False,
         "enable_prefix_caching": True,
         "deterministic": False,
     }
@@ -107,6 +110,7 @@ CHANGES = {
     "adaptive_draft_length": True,
     "draft_length": {1: 3},
     "draft_window": 9,
+    "ngram": True,
 }
 EXCLUSIVE = {
     ("kv_cache_bytes", "kv_cache_free_memory_fraction"),

@@ -70,6 +70,7 @@ def test_what_is_left_open_is_decided_by_engine_and_machine(
         ({"draft_length": 0}, {1: 0}),
         ({"adaptive_draft_length": True}, {1: K}),
         ({"draft_length": 1, "adaptive_draft_length": True}, {1: 1}),
+        ({"ngram": True}, USUAL),
         ({"use_drafter": False}, None),
     ],
     ids=str,
@@ -121,6 +122,7 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
                 {"adaptive_draft_length": True},
                 {"draft_length": {1: 1}},
                 {"draft_window": 9},
+                {"ngram": True},
             )
         ),
         *(
@@ -156,6 +158,8 @@ def test_settings_at_their_limits_are_taken(pair: EngineDir, root: Path) -> None
     compiled = changed(EngineDir.open(root / "recurrent"), backend="tensorrt")
     config = resolved_config(compiled, RuntimeConfig())
     assert (config.device, config.overlap_scheduling, config.enable_prefix_caching) == ("cuda", True, False)
+    compiled = changed(pair, backend="tensorrt")
+    assert resolved_config(compiled, RuntimeConfig(ngram=True)).overlap_scheduling is False, "it needs all results"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.request import Request
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.state import RecurrentCache
+from dflash_trt.scheduler import ngram_index
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -114,6 +115,27 @@ def test_prompts_of_a_token_and_around_a_page_share_batches_whose_k_changes(
         expected = decode(reference, prompt, 2 + i, num_draft_tokens=0).tokens
         assert list(stream.result(timeout_s=1).token_ids) == expected
     loop.close()
+
+
+def test_drafts_from_texts_share_steps_with_the_drafters(
+    executors: tuple[Executor, TorchGpuExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, executor = executors
+    monkeypatch.setattr(ngram_index, "MIN_MATCH", 1)
+    scheduler = Scheduler(executor.limits, SchedulerConfig(enable_prefix_caching=False, ngram=True))
+    loop = EngineLoop(executor, scheduler)
+    prompts = [[3, 5, 3, 5], PROMPT, list(range(VOCAB_SIZE))]
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    streams = [
+        loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+    while loop.step():
+        pass
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert list(stream.result(timeout_s=1).token_ids) == decode(reference, prompt, 6, num_draft_tokens=0).tokens
+    counts = scheduler.statistics()
+    assert 0 < counts.num_ngram_accepted_tokens < counts.num_ngram_draft_tokens < counts.num_draft_tokens
 
 
 def test_taps_of_other_layers_show(

@@ -53,11 +53,15 @@ def open_executor(name: str, target: Path, path: Path) -> TorchExecutor:
 
 @pytest.fixture(scope="module")
 def logprobs(target: Path) -> Tensor:
+    return logprobs_after(target, PROMPT)
+
+
+def logprobs_after(target: Path, prompt: Sequence[int]) -> Tensor:
     """transformers' of every token of every text, [cells, NUM_NEW, 5]."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor([[*PROMPT, *cell] for cell in CELLS])).logits[:, 1 : 1 + NUM_NEW]
-    return logits.log_softmax(-1)
+        logits: Tensor = model(torch.tensor([[*prompt, *cell] for cell in CELLS])).logits
+    return logits[:, len(prompt) - 1 : len(prompt) - 1 + NUM_NEW].log_softmax(-1)
 
 
 def probabilities(logprobs: Tensor, *, temperature: float = 1.0, top_k: int = 5) -> Tensor:
@@ -69,7 +73,13 @@ def probabilities(logprobs: Tensor, *, temperature: float = 1.0, top_k: int = 5)
 
 
 def texts_of(
-    loop: EngineLoop, sampling: SamplingParams, num_samples: int, constraint: ToyConstraint | None = None
+    loop: EngineLoop,
+    sampling: SamplingParams,
+    num_samples: int,
+    constraint: ToyConstraint | None = None,
+    *,
+    prompt: Sequence[int] = PROMPT,
+    is_reproducible: bool = False,
 ) -> tuple[Tensor, float]:
     """How often each text came out, and the part of the drafts that was accepted."""
     counts, num_candidates, num_accepted = torch.zeros(len(CELLS)), 0, 0
@@ -77,10 +87,10 @@ def texts_of(
     requests = [
         Request(
             request_id=str(seed),
-            prompt_token_ids=PROMPT,
+            prompt_token_ids=tuple(prompt),
             sampling=sampling,
             seed=seed,
-            is_reproducible=False,
+            is_reproducible=is_reproducible,
             constraint=constraint,
         )
         for seed in range(num_samples)
@@ -130,9 +140,10 @@ def make_loop(
     overlaps: bool = False,
     draft_lengths: Any = None,
     policy: DraftLengthPolicy | None = None,
+    ngram: bool = False,
 ) -> EngineLoop:
     policy = policy if draft_lengths is None else BatchSizeDraftLength(draft_lengths)
-    return EngineLoop(executor, Scheduler(executor.limits, SchedulerConfig(), policy), overlaps=overlaps)
+    return EngineLoop(executor, Scheduler(executor.limits, SchedulerConfig(ngram=ngram), policy), overlaps=overlaps)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -263,3 +274,48 @@ def test_a_draft_that_a_constraint_refuses_is_tested_and_not_just_left_out(
     assert counts[~is_text].sum() == 0 and 5 < is_text.sum() < len(CELLS) / 2
     expected = probabilities(masked.log_softmax(-1)) * counts.sum()
     assert chi_square_p(*merge_rare(counts[is_text], expected[is_text])) > 1e-3
+
+
+# Whatever the first new token is, the prompt has it after the same four tokens, followed by others.
+BEFORE = (0, 1, 2, 3)
+REPEATING = [token for first in range(5) for token in (*BEFORE, first, (2 * first + 1) % 5, (first + 3) % 5)]
+REPEATING += BEFORE
+
+
+@pytest.mark.parametrize(
+    "filters", [pytest.param({}, id="all tokens"), pytest.param(TOP_K, id="top_k", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("is_reproducible", [False, True], ids=["rejection sampling", "seeded"])
+def test_drafts_from_the_text_leave_the_distribution_as_it_is(
+    executor: TorchExecutor, target: Path, is_reproducible: bool, filters: dict[str, Any]
+) -> None:
+    sampling = SamplingParams(**{"temperature": 1.0} | filters, max_new_tokens=NUM_NEW)
+    loop = make_loop(executor, ngram=True)
+    options: dict[str, Any] = {"prompt": REPEATING, "is_reproducible": is_reproducible}
+    counts, _ = texts_of(loop, sampling, 2560, **options)
+    expected = probabilities(logprobs_after(target, REPEATING), **filters) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    assert chi_square_p(*merge_rare(counts, expected)) > 1e-3  # fixed seeds: never flaky
+    scheduler = loop.statistics().scheduler
+    assert scheduler.num_ngram_draft_tokens > 2000  # most requests have them
+    assert 0.05 < scheduler.num_ngram_accepted_tokens / scheduler.num_ngram_draft_tokens < 0.95
+    if is_reproducible:
+        assert torch.equal(counts, texts_of(make_loop(executor), sampling, 2560, **options)[0])
+
+
+def test_drafts_from_the_text_with_the_drafters_probabilities_are_noticed(
+    executor: TorchExecutor, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: they are no samples of what the slot keeps."""
+    honest = DeviceSlots.assemble
+
+    def assemble(slots: DeviceSlots, plan: Any, inputs: Any, page_tables: Any = None) -> None:
+        honest(slots, plan, inputs, page_tables)
+        kept = slots.draft_topk_probs[plan.slot_ids, : inputs.draft_topk_probs.shape[1]]
+        is_decoding = inputs.num_candidates > 0
+        inputs.draft_topk_probs.copy_(torch.where(is_decoding[:, None], kept, inputs.draft_topk_probs))
+
+    monkeypatch.setattr(DeviceSlots, "assemble", assemble)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW)
+    counts, _ = texts_of(make_loop(executor, ngram=True), sampling, 2560, prompt=REPEATING)
+    assert chi_square_p(*merge_rare(counts, probabilities(logprobs_after(target, REPEATING)) * counts.sum())) < 1e-6

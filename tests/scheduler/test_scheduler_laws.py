@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,6 +13,7 @@ from dflash_trt.core.array import Array
 from dflash_trt.core.errors import QueueFullError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
+from dflash_trt.scheduler import ngram_index
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -55,6 +57,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_queue_len=st.sampled_from([None, 3]),
         is_ahead=st.booleans(),
         right=st.sampled_from([0.0, 0.6, 1.0]),
+        min_match=st.sampled_from([None, None, 1, 2]),
     )
     def open(
         self,
@@ -70,6 +73,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_queue_len: int | None,
         is_ahead: bool,
         right: float,
+        min_match: int | None,
     ) -> None:
         limits = make_limits(
             max_seq_len=40,
@@ -89,7 +93,10 @@ class ServingMachine(RuleBasedStateMachine):
             max_prefill_tokens=max_prefill_tokens,
             max_queue_len=max_queue_len,
             max_paused_s=None,
+            ngram=min_match is not None,
         )
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(ngram_index, "MIN_MATCH", min_match)  # short, for the target never copies
         executor = FakeExecutor(limits, vocab_size=11, draft_rule=right_with_probability(right))
         self.driver = Driver(Scheduler(limits, config, self.policy), executor)
         self.is_ahead = is_ahead
@@ -204,6 +211,12 @@ class ServingMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
+        try:
+            self._finish()
+        finally:
+            self.patch.undo()
+
+    def _finish(self) -> None:
         for request_id in self.requests:
             self.driver.scheduler.resume(request_id)
         self.driver.run(ahead=self.is_ahead)

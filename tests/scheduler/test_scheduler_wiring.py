@@ -309,7 +309,7 @@ def test_a_prompt_that_gets_no_token_of_a_step_has_no_row_in_it() -> None:
 def test_the_defaults_are_those_of_the_documents() -> None:
     config = SchedulerConfig()
     assert (config.max_queue_len, config.max_prefill_tokens, config.max_paused_s) == (None, None, 60.0)
-    assert (config.enable_prefix_caching, config.preempts_for_priority) == (True, True)
+    assert (config.enable_prefix_caching, config.preempts_for_priority, config.ngram) == (True, True, False)
 
 
 @pytest.mark.parametrize("name", ["max_queue_len", "max_prefill_tokens"])

@@ -141,6 +141,7 @@ def test_settings_are_resolved_for_a_gpu_without_our_prefix_cache(monkeypatch, g
 REFUSED_SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "adaptive_draft_length": True,
+    "ngram": True,
     "draft_length": {1: 2, 4: 1},
     "draft_window": 8,
     "num_state_snapshots": 2,

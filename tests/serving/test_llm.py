@@ -162,6 +162,7 @@ def test_draft_lengths_follow_the_number_of_requests(engine_dir: Path) -> None:
     [
         ({"scheduler_config": SchedulerConfig(), "max_queue_len": 3}, ["max_queue_len"]),
         ({"scheduler_config": SchedulerConfig(), "enable_prefix_caching": False}, ["enable_prefix_caching"]),
+        ({"scheduler_config": SchedulerConfig(), "ngram": True}, ["ngram"]),
         ({"draft_length_policy": AdaptiveDraftLength(3), "draft_length": {1: 2}}, ["draft_length"]),
         ({"draft_length_policy": AdaptiveDraftLength(3), "draft_length": 2}, ["draft_length"]),
         ({"draft_length_policy": AdaptiveDraftLength(3), "adaptive_draft_length": True}, ["adaptive_draft_length"]),
@@ -215,10 +216,10 @@ def test_an_engine_runs_without_packer_and_checkpoint_reader(engine_dir: Path) -
 
 
 def test_settings_of_the_queue_and_of_prefixes_reach_the_scheduler(engine_dir: Path) -> None:
-    config = RuntimeConfig(max_queue_len=3, enable_prefix_caching=False)
+    config = RuntimeConfig(max_queue_len=3, enable_prefix_caching=False, ngram=True)
     with LLM(engine_dir, config) as llm:
         found = llm._engine._scheduler.config  # type: ignore[attr-defined]
-    assert found == SchedulerConfig(max_queue_len=3, enable_prefix_caching=False)
+    assert found == SchedulerConfig(max_queue_len=3, enable_prefix_caching=False, ngram=True)
 
 
 def test_what_other_engines_call_outputs_and_tokenizer_is_there(llm: LLM) -> None:

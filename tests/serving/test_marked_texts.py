@@ -8,6 +8,7 @@ import pytest
 import dflash_trt.demo
 from dflash_trt.core.request import GenerationOutput, TokenEvent
 from dflash_trt.core.sampling import SamplingParams
+from dflash_trt.scheduler import ngram_index
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.marked_texts import MarkedText, marked_texts
 from tests.engine_dir.building import build
@@ -25,15 +26,22 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"overlap_scheduling": True}, {"draft_length": 2}, {"adaptive_draft_length": True}], ids=str
+    "options",
+    [{}, {"overlap_scheduling": True}, {"draft_length": 2}, {"adaptive_draft_length": True}, {"ngram": True}],
+    ids=str,
 )
-def test_reported_drafts_are_those_that_the_next_step_verified(engine_dir: Path, options: dict[str, Any]) -> None:
+def test_reported_drafts_are_those_that_the_next_step_verified(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """Greedily: the accepted ones are the text, and the first that was not accepted is not."""
-    num_rejected = num_accepted = 0
+    monkeypatch.setattr(ngram_index, "MIN_MATCH", 1)
+    num_rejected = num_accepted = num_from_texts = 0
     with LLM(engine_dir, **options) as llm:
         for output in llm.generate(PROMPTS, GREEDY, reports_drafts=True):
             drafts: tuple[int, ...] = ()
             for event in output.steps:
+                drafts = event.ngram_draft_token_ids or drafts
+                num_from_texts += len(event.ngram_draft_token_ids)
                 assert len(drafts) >= event.num_candidates
                 count = min(event.num_accepted, len(event.token_ids))
                 assert drafts[:count] == event.token_ids[:count]
@@ -43,6 +51,7 @@ def test_reported_drafts_are_those_that_the_next_step_verified(engine_dir: Path,
                 num_accepted += count
                 drafts = event.draft_token_ids
     assert num_rejected and num_accepted
+    assert (num_from_texts > 0) == ("ngram" in options)
 
 
 def test_marks_leave_the_text_as_it_is_and_count_every_draft(engine_dir: Path) -> None:

@@ -169,6 +169,7 @@ def test_what_tensorrt_llm_does_not_do_is_refused_by_name(llm: LLM, sampling: di
     "setting",
     [
         {"adaptive_draft_length": True},
+        {"ngram": True},
         {"deterministic": True},
         {"num_threads": 2},
         {"device": "cpu"},

@@ -34,6 +34,8 @@ SCHEDULER = SchedulerStatistics(
     num_pages_in_use_now=117,
     num_pages_kept_now=118,
     num_evicted_pages=119,
+    num_ngram_draft_tokens=120,
+    num_ngram_accepted_tokens=121,
 )
 NOTHING = Samples().distribution()
 STATISTICS = EngineStatistics(
@@ -95,6 +97,8 @@ def test_each_count_of_the_engine_is_its_own_metric(book, series) -> None:
         "pages_in_use": 117,
         "pages_kept": 118,
         "evicted_pages_total": 119,
+        "ngram_draft_tokens_total": 120,
+        "ngram_accepted_tokens_total": 121,
         "failed_steps_total": 205,
     }
 

@@ -138,11 +138,12 @@ def test_a_check_looks_at_the_environment_and_at_the_engine_that_is_named(
 
 def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  # noqa: F811
     models = tmp_path / "models"
-    ran = invoke("deploy", "triton", engine_dir, "-o", models, "--model-name", "ensemble", "--adaptive")
+    ran = invoke("deploy", "triton", engine_dir, "-o", models, "--model-name", "ensemble", "--adaptive", "--ngram")
     assert (ran.exit_code, "tritonserver --model-repository=" in ran.stdout) == (0, True)
     ran = invoke("deploy", "triton", engine_dir, "-o", models, "--check")
     assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
-    assert check_model(models / "ensemble").runtime.adaptive_draft_length
+    runtime = check_model(models / "ensemble").runtime
+    assert (runtime.adaptive_draft_length, runtime.ngram) == (True, True)
     words = ["--model-name", "scheduled", "--draft-length", "1:3,4:2"]
     assert invoke("deploy", "triton", engine_dir, "-o", models, *words).exit_code == 0
     assert check_model(models / "scheduled").runtime.draft_length == {1: 3, 4: 2}
@@ -157,6 +158,7 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
         ([engine_dir, "-o", models, "--instances", "0"], "instances: expected 1 or more on a CPU"),
         ([engine_dir, "-o", models, "--model-name", "a/b"], "model name: expected a file name"),
         ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "--no-drafter and --adaptive are mutually"),
+        ([engine_dir, "-o", models, "--ngram", "--overlap"], "--ngram and --overlap are mutually exclusive"),
         (
             [engine_dir, "-o", models, "--no-drafter", "--draft-length", "0"],
             "--no-drafter and --draft-length are mutually",

@@ -13,8 +13,15 @@ from dflash_trt.backends.tensorrt.buffers import StepBuffers
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
+from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan
 from dflash_trt.engine_dir import EngineLimits
+from dflash_trt.scheduler import ngram_index
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.statistics import SchedulerStatistics
+from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import PAGE_SIZE, make_executor
@@ -131,6 +138,43 @@ def test_slots_that_lose_the_candidates_of_drafts_are_noticed(
     assert [[row[r] for r in shared if r < len(row)] for row in integers(found)] == [
         [row[r] for r in shared if r < len(row)] for row in integers(expected)
     ]
+
+
+def served(executor: Any) -> tuple[list[tuple[int, ...]], SchedulerStatistics]:
+    """Tokens of all prompts, served together with drafts from their texts, sampled in every way."""
+    config = SchedulerConfig(enable_prefix_caching=False, ngram=True)
+    scheduler = Scheduler(executor.limits, config, FixedDraftLength(K))
+    loop = EngineLoop(executor, scheduler)
+    streams = []
+    for i, (prompt, options) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        fields = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+        sampling = SamplingParams(max_new_tokens=40, ignore_eos=True, **fields)
+        request = Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            seed=options.seed,
+            is_reproducible=not options.draft_stream,
+        )
+        streams.append(loop.submit(request))
+    while loop.step():
+        pass
+    tokens = [stream.result(timeout_s=1).token_ids for stream in streams]
+    return tokens, scheduler.statistics()
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_drafts_from_texts_give_torchs_tokens(
+    trt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], tuple[Path, Path]]
+) -> None:
+    """Given rows of the host's drafts beside chained rows."""
+    monkeypatch.setattr(ngram_index, "MIN_MATCH", 2)
+    pair = make(tmp_path)
+    expected, counts = served(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
+    found, ours = served(make_ours(trt, pair))
+    assert found == expected
+    assert 0 < counts.num_ngram_accepted_tokens < counts.num_ngram_draft_tokens < counts.num_draft_tokens
+    assert ours.num_ngram_draft_tokens == counts.num_ngram_draft_tokens
 
 
 def test_candidates_of_drafts_are_no_part_of_what_the_host_gets(trt: ModuleType, tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def _counters(statistics: EngineStatistics) -> Iterator[tuple[str, str, int]]:
     yield "dflash_trt:verify_blocks", "Verify blocks: drafts of one request in one step", scheduler.num_verify_blocks
     yield "dflash_trt:draft_tokens", "Drafts verified", scheduler.num_draft_tokens
     yield "dflash_trt:accepted_tokens", "Drafts the target agreed with", scheduler.num_accepted_tokens
+    yield "dflash_trt:ngram_draft_tokens", "Drafts verified that came from texts", scheduler.num_ngram_draft_tokens
+    yield "dflash_trt:ngram_accepted_tokens", "Accepted drafts among them", scheduler.num_ngram_accepted_tokens
     yield "dflash_trt:prompt_tokens", "Prompt tokens of requests that began", scheduler.num_admitted_prompt_tokens
     yield "dflash_trt:prefix_hit_tokens", "Prompt tokens that the prefix cache had", scheduler.num_prefix_hit_tokens
     yield "dflash_trt:preemptions", "Requests sent back to the queue for want of pages", scheduler.num_preemptions

@@ -45,6 +45,8 @@ OUTPUT_TOKENS = _metric("COUNTER", "output_tokens_total", "Generated tokens")
 VERIFY_BLOCKS = _metric("COUNTER", "verify_blocks_total", "Verify blocks: drafts of one request in one step")
 DRAFT_TOKENS = _metric("COUNTER", "draft_tokens_total", "Drafts verified")
 ACCEPTED_TOKENS = _metric("COUNTER", "accepted_tokens_total", "Drafts the target agreed with")
+NGRAM_DRAFT_TOKENS = _metric("COUNTER", "ngram_draft_tokens_total", "Drafts verified that came from requests' texts")
+NGRAM_ACCEPTED_TOKENS = _metric("COUNTER", "ngram_accepted_tokens_total", "Accepted drafts among them")
 DRAFT_TOKENS_AT = _metric(
     "COUNTER", "draft_tokens_at_position_total", "Drafts verified, by position from 1", label="position"
 )
@@ -128,6 +130,8 @@ class MetricBook:
                 PREEMPTIONS: scheduler.num_preemptions,
                 EVICTED_PAGES: scheduler.num_evicted_pages,
                 STEPS: scheduler.num_steps,
+                NGRAM_DRAFT_TOKENS: scheduler.num_ngram_draft_tokens,
+                NGRAM_ACCEPTED_TOKENS: scheduler.num_ngram_accepted_tokens,
             }
             gauges |= {
                 PAGES: scheduler.num_pages,

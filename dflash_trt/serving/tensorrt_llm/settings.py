@@ -14,6 +14,7 @@ from dflash_trt.executor.opening import check_drafting, max_draft_len
 # Settings that are TensorRT-LLM's own business.
 _REFUSED: Final = (
     "adaptive_draft_length",
+    "ngram",
     "draft_window",
     "num_state_snapshots",
     "deterministic",

@@ -422,6 +422,8 @@ SERIES = {
     "verify_blocks_total": SCHEDULER.num_verify_blocks,
     "draft_tokens_total": SCHEDULER.num_draft_tokens,
     "accepted_tokens_total": SCHEDULER.num_accepted_tokens,
+    "ngram_draft_tokens_total": SCHEDULER.num_ngram_draft_tokens,
+    "ngram_accepted_tokens_total": SCHEDULER.num_ngram_accepted_tokens,
     "prompt_tokens_total": SCHEDULER.num_admitted_prompt_tokens,
     "prefix_hit_tokens_total": SCHEDULER.num_prefix_hit_tokens,
     "preemptions_total": SCHEDULER.num_preemptions,
