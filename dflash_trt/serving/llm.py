@@ -63,7 +63,7 @@ class LLM(Generator):
         `draft_length` is K, or K by the number of decoding requests, as in {1: 7, 16: 5}; by default such
         a table, which begins with the engine's max_draft_len (`core.draft_lengths`). With `adaptive_draft_length` it is
         the maximum, and each step takes the K with the best estimated throughput. `draft_length_policy` and
-        `scheduler_config` set the same and more, in the scheduler's terms.
+        `scheduler_config` set the same and more, in the scheduler's terms. `ngram` adds drafts from a request's text.
 
         `overlap_scheduling` submits each step before the results of the running step are read (default: on a GPU). In
         float32 on a CPU the tokens are the same; it saves time where the device is not the CPU that plans.
