@@ -144,9 +144,12 @@ _WORDS: Mapping[str, str] = {
     "Gemma 4": r"\bgemma4_text\b",
     "Llama 4": r"\bllama4_text\b",
     "drafter dflash2": r"dflash2",
+    "drafter dspark": r"dspark",
     "drafter eagle3": r"eagle3",
 }
-_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|eagle3|published")  # files about one of them
+_OTHERS = re.compile(
+    "expert|hybrid|latent|gemma|llama4|delta|dflash2|dspark|eagle3|published"
+)  # files about one of them
 # Where a back end's whole steps are compared with another's, or with transformers; and the names of tests there.
 _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "torch, CPU": (("parity/test_*.py",), r"def test_\w*_(of|that)_(transformers|dflash|the_reference|speculators)"),

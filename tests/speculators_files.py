@@ -20,9 +20,15 @@ with warnings.catch_warnings():
     )
     from speculators.convert import convert_model
     from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
     from speculators.train.cli import create_transformer_layer_config
 
 NUM_LAYERS = 2
+MODELS = {
+    "dflash": (reference.DFlashDraftModel, reference.DFlashSpeculatorConfig),
+    "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
+    "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+}
 OF_THE_TARGET = ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm")  # weights that training keeps
 
 
@@ -37,10 +43,10 @@ def save_speculators_drafter(
     sliding_window: int = 2048,
     architecture: str = "qwen3",
     seed: int = 2,
-    is_second: bool = False,
+    algorithm: str = "dflash",
     **training_args: Any,
 ) -> Path:
-    """What `speculators` saves at the start of a training, with random weights; two layers. `is_second`: DFlash2.
+    """What `speculators` saves at the start of a training, with random weights; two layers.
 
     `draft_tokens` are the target tokens of a reduced vocabulary; None: all, with the target's head.
     """
@@ -49,7 +55,7 @@ def save_speculators_drafter(
         str(target_dir), NUM_LAYERS, architecture, "silu", sliding_window, list(full_layers)
     )
     maps = {} if draft_tokens is None else vocabulary_maps(vocab_size, sorted(draft_tokens))
-    model = (DFlash2DraftModel if is_second else reference.DFlashDraftModel).from_training_args(
+    model = MODELS[algorithm][0].from_training_args(
         layer,
         **maps,
         draft_vocab_size=vocab_size if draft_tokens is None else len(draft_tokens),
@@ -73,10 +79,9 @@ def convert_zlab_drafter(drafter: Path, path: Path, *, target_dir: Path) -> Path
 
 def open_speculators_drafter(path: Path) -> Any:
     """The drafter as `speculators` loads it, the target's weights included, in its eager attention."""
-    is_second = read_json(path / "config.json")["speculators_model_type"] == "dflash2"
-    config = (DFlash2SpeculatorConfig if is_second else reference.DFlashSpeculatorConfig).from_pretrained(path)
+    model_class, config_class = MODELS[read_json(path / "config.json")["speculators_model_type"]]
+    config = config_class.from_pretrained(path)
     config.transformer_layer_config._attn_implementation = "eager"
-    model_class = DFlash2DraftModel if is_second else reference.DFlashDraftModel
     return model_class.from_pretrained(path, config=config).eval()
 
 

@@ -5,7 +5,7 @@ that CUDA graphs stay valid and TensorRT binds them once. Results lie side by si
 blocks take turns: one step is packed and another one read while a third runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle
 from typing import Any, Final, Protocol
 
@@ -17,7 +17,7 @@ from dflash_trt.backends.slots import DeviceSlots, PlanInputs
 from dflash_trt.backends.step_inputs import StepPacker, TensorBlock, bind_inputs, step_result, updated_entries
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult, StepRows
-from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
+from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_CONFIDENCE, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
@@ -125,7 +125,8 @@ class ResultStaging:
     """The outputs of a step, side by side in one block, so that one copy brings them to the host."""
 
     def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
-        self._sections = _sections(largest_shape(limits))
+        confidence = (DRAFT_CONFIDENCE,) if limits.has_draft_confidence else ()
+        self._sections = _sections(largest_shape(limits), (*STEP_OUTPUTS, _BONUS, *confidence))
         size = self._sections[-1][2]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         is_pinned = device.type == "cuda"
@@ -144,8 +145,8 @@ class ResultStaging:
         """Memory that it takes on the device."""
         return self._device.nbytes
 
-    def outputs(self, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:
-        """Destinations of sampling and of the drafts, int32 [R, K]; the same addresses for every shape."""
+    def outputs(self, shape: StepShape) -> tuple[Acceptance[Tensor], Proposal[Tensor]]:
+        """Destinations of sampling and of the drafts; the same addresses for every shape."""
         return self._views(self._device, shape)
 
     def download(self, shape: StepShape, *, num_requests: int, has_drafts: bool) -> "StagedResult":
@@ -160,16 +161,17 @@ class ResultStaging:
             copied.record()
         acceptance, drafts = self._views(host, shape)
         real = {name: getattr(acceptance, name)[:num_requests] for name in Acceptance.__dataclass_fields__}
-        proposal = Proposal(tokens=drafts[:num_requests]) if has_drafts else None
+        confidence = None if drafts.confidence is None else drafts.confidence[:num_requests]
+        proposal = Proposal(tokens=drafts.tokens[:num_requests], confidence=confidence) if has_drafts else None
         outputs = StepOutputs(acceptance=Acceptance(**real), proposal=proposal)
         return StagedResult(outputs, copied)
 
-    def _views(self, block: Tensor, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:
+    def _views(self, block: Tensor, shape: StepShape) -> tuple[Acceptance[Tensor], Proposal[Tensor]]:
         sizes, views = shape.sizes(max_pages=0), {}
         for tensor, start, _ in self._sections:
             section = block[start : start + tensor.num_elements(sizes)]
             views[tensor.name] = section.view(torch_dtype(tensor.dtype)).view(tensor.extents(sizes))
-        drafts = views.pop("draft_tokens")
+        drafts = Proposal(tokens=views.pop("draft_tokens"), confidence=views.pop(DRAFT_CONFIDENCE.name, None))
         return Acceptance(**views), drafts
 
 
@@ -237,9 +239,8 @@ def _new_event(device: torch.device, *, has_timing: bool = False) -> Any:
     return make_event(enable_timing=has_timing) if device.type == "cuda" else None
 
 
-def _sections(shape: StepShape) -> list[tuple[StepTensor, int, int]]:
+def _sections(shape: StepShape, tensors: Sequence[StepTensor]) -> list[tuple[StepTensor, int, int]]:
     """(tensor, start, end) of each output, in elements of 4 bytes."""
-    tensors = (*STEP_OUTPUTS, _BONUS)
     sizes = shape.sizes(max_pages=0)
     ends = list(accumulate(-(-tensor.num_elements(sizes) // _GRAIN) * _GRAIN for tensor in tensors))
     return list(zip(tensors, [0, *ends], ends, strict=False))

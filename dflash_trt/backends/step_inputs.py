@@ -197,12 +197,14 @@ def step_result(outputs: StepOutputs[Tensor]) -> StepResult:
     """Bring outputs to the host; arrays of their own."""
     acceptance, proposal = outputs.acceptance, outputs.proposal
     num_requests = len(acceptance.num_accepted)
+    confidence = None if proposal is None else proposal.confidence
     return StepResult(
         emitted_tokens=_array(acceptance.emitted_tokens),
         emitted_logprobs=_array(acceptance.emitted_logprobs),
         num_accepted=_array(acceptance.num_accepted),
         next_context_lens=_array(acceptance.next_context_lens),
         draft_tokens=np.zeros((num_requests, 0), np.int32) if proposal is None else _array(proposal.tokens),
+        draft_confidence=None if confidence is None else _array(confidence),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from dflash_trt.checkpoint.config_overrides import with_overrides
 from dflash_trt.checkpoint.config_reader import read_json_object, shown
 from dflash_trt.checkpoint.drafters.base import LABEL, draft_formats
+from dflash_trt.checkpoint.drafters.deepspec import ARCHITECTURES as DSPARK_ARCHITECTURES
 from dflash_trt.checkpoint.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.drafters.zlab import ARCHITECTURE
@@ -39,8 +40,9 @@ def parse_draft(
     fields = with_overrides(fields, overrides or {}, label=LABEL, notes=notes, problems=problems)
     found_format = next((known for known in draft_formats().values() if known.recognizes(fields)), None)
     if found_format is None:
-        expected = f"{ARCHITECTURE}, {EAGLE3_ARCHITECTURES[0]}, or a key '{SPECULATORS_KEY}'"
-        hint = "Use a DFlash or EAGLE-3 drafter; other methods are not implemented."
+        names = (ARCHITECTURE, DSPARK_ARCHITECTURES[0], EAGLE3_ARCHITECTURES[0])
+        expected = f"{', '.join(names)}, or a key '{SPECULATORS_KEY}'"
+        hint = "Use a DFlash, DSpark or EAGLE-3 drafter; other methods are not implemented."
         architectures = fields.get("architectures")
         if isinstance(architectures, list) and architectures and family_of(architectures[0], None) is not None:
             hint = "This is a model to serve: pass it as the target, and its drafter as the drafter."

@@ -13,6 +13,7 @@ from dflash_trt.checkpoint.families.base import MixerNames, all_families
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, plus_one
 from dflash_trt.core.model.decoder import TargetSpec, is_offset_norm
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
@@ -33,6 +34,24 @@ _SELECTOR_NAMES: ForeignTable = {
     "draft.selector.successor.embedding": one("candidate_selector.successor_codebook"),
     "draft.selector.hidden": one("candidate_selector.hidden_projection.weight"),
 }
+
+
+def _heads_names(heads: DSparkHeads, stored_names: Collection[str]) -> ForeignTable:
+    """Names of DeepSpec and Speculators; TensorRT-LLM also reads files that have the matrices in no module."""
+    has_modules = "markov_w1.weight" not in stored_names
+    markov, confidence = ("markov_head.", "confidence_head.proj") if has_modules else ("", "confidence_proj")
+    table = {
+        "draft.markov.previous.embedding": one(f"{markov}markov_w1.weight"),
+        "draft.markov.bias": one(f"{markov}markov_w2.weight"),
+    }
+    linears = {"draft.confidence": confidence} if heads.has_confidence else {}
+    if heads.markov_type == "gated":
+        linears["draft.markov.gate"] = f"{markov}gate_proj"
+    elif heads.markov_type == "rnn":
+        linears["draft.markov.cell"] = f"{markov}joint_proj"
+    for canonical, foreign in linears.items():
+        table |= {canonical: one(f"{foreign}.weight"), f"{canonical}_bias": one(f"{foreign}.bias")}
+    return table
 
 
 def embedding_name(stored_names: Collection[str]) -> str:
@@ -78,7 +97,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
 
 
 def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
-    """Canonical `draft.*` -> tensors of a z-lab, Speculators or SafeAILab checkpoint.
+    """Canonical `draft.*` -> tensors of a z-lab, DeepSpec, Speculators or SafeAILab checkpoint.
 
     A drafter with its own head and the target's full vocabulary may come without `d2t`.
     """
@@ -108,6 +127,8 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
     table["draft.norm"] = one("norm.weight")
     if spec.selector is not None:
         table |= _SELECTOR_NAMES
+    if spec.heads is not None:
+        table |= _heads_names(spec.heads, stored_names)
     if spec.has_own_embedding:
         table["draft.embedding"] = one("embed_tokens.weight")
     if spec.draft_vocab_size is not None:

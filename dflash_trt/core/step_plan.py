@@ -36,6 +36,7 @@ class ExecutorLimits:
     A target with recurrent layers shares prefixes through `num_snapshots` copies of slots; 0 shares none.
 
     `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
+    `has_draft_confidence`: steps that draft give `StepResult.draft_confidence`.
     """
 
     max_batch_size: int
@@ -48,6 +49,7 @@ class ExecutorLimits:
     unsupported_sampling: frozenset[str] = frozenset()
     num_snapshots: int | None = None  # recurrent states; None means that a prefix is its pages only
     page_windows: tuple[PageWindow, ...] = ()
+    has_draft_confidence: bool = False
 
     @property
     def max_positions(self) -> int:
@@ -206,7 +208,7 @@ class StepPlan:
 class StepResult:
     """The outputs of `step_spec.STEP_OUTPUTS` without padding, unchanged: NaN log probabilities included.
 
-    `top` and `prompt` are set if the plan asks for them.
+    `draft_confidence` is set if the drafter estimates it and K > 0, `top` and `prompt` if the plan asks for them.
     """
 
     emitted_tokens: Array  # int32 [R, K+1]
@@ -214,6 +216,7 @@ class StepResult:
     num_accepted: Array  # int32 [R]
     next_context_lens: Array  # int32 [R]
     draft_tokens: Array  # int32 [R, K]
+    draft_confidence: Array | None = None  # float32 [R, K], of each draft if those before it are accepted
     top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens; zeros of who wants none
     prompt: PromptScores | None = None  # [M], [M, N]
 

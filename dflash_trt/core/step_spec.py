@@ -85,6 +85,11 @@ STEP_OUTPUTS: tuple[StepTensor, ...] = (
     StepTensor("next_context_lens", "int32", ("R",), "context_lens + tokens given - num_candidates + num_accepted"),
 )
 
+# Output of engines whose drafter has a head for it.
+DRAFT_CONFIDENCE: Final = StepTensor(
+    "draft_confidence", "float32", ("R", "K"), "the drafter's estimates that draft_tokens are accepted, one by one"
+)
+
 # Outputs of steps that draft, for the slots of the next step only: no host reads them.
 DRAFT_OUTPUTS: tuple[StepTensor, ...] = (
     StepTensor("next_draft_topk_ids", "int32", ("R", "K*C"), "top-k candidates of each of draft_tokens"),

@@ -32,7 +32,7 @@ class WeightSpec:
     num_experts: int = 0
     is_integer: bool = False  # token ids: never cast to the engine's dtype
     is_float32: bool = False  # whatever the engine's dtype
-    is_plain: bool = False  # a matrix that no engine has quantized: it is more than the weight of a GEMM
+    is_plain: bool = False  # a matrix that no engine has quantized: more than the weight of a GEMM, or a single row
 
     @property
     def row_axis(self) -> int:

@@ -16,7 +16,7 @@ def run_with_bisection(executor: StepExecutor, plan: StepPlan, error: Exception)
 
     `error` is what the whole plan raised. Halves a failing part until it is one row.
     """
-    result = _zeros(plan)
+    result = _zeros(plan, has_confidence=executor.limits.has_draft_confidence)
     reasons: dict[int, str] = {}
     _run_parts(executor, plan, slice(0, plan.rows.num_requests), error, result, reasons)
     return result, reasons
@@ -42,6 +42,8 @@ def _run_parts(
 def _put(plan: StepPlan, result: StepResult, rows: slice, part: StepResult) -> None:
     for name in _ROW_ARRAYS:
         getattr(result, name)[rows] = getattr(part, name)
+    if result.draft_confidence is not None and part.draft_confidence is not None:
+        result.draft_confidence[rows] = part.draft_confidence
     if result.top is not None and part.top is not None:
         result.top.put(rows, part.top)
     if plan.prompt_rows is not None and result.prompt is not None and part.prompt is not None:
@@ -49,7 +51,7 @@ def _put(plan: StepPlan, result: StepResult, rows: slice, part: StepResult) -> N
         result.prompt.put(plan.prompt_rows.between(first, last), part.prompt)
 
 
-def _zeros(plan: StepPlan) -> StepResult:
+def _zeros(plan: StepPlan, *, has_confidence: bool) -> StepResult:
     num_requests, width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
     prompt = plan.prompt_rows
     return StepResult(
@@ -58,6 +60,7 @@ def _zeros(plan: StepPlan) -> StepResult:
         num_accepted=np.zeros(num_requests, np.int32),
         next_context_lens=np.zeros(num_requests, np.int32),
         draft_tokens=np.zeros((num_requests, width - 1), np.int32),
+        draft_confidence=np.zeros((num_requests, width - 1), np.float32) if has_confidence and width > 1 else None,
         top=TopTokens.zeros(num_requests, width, plan.top_rows.num_top_logprobs) if plan.top_rows else None,
         prompt=PromptScores.zeros(len(prompt.token_rows), prompt.num_top_logprobs) if prompt else None,
     )

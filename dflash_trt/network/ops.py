@@ -194,6 +194,12 @@ class Ops(Protocol[T]):
         """cap * tanh(x / cap), float32 whatever x is."""
         ...
 
+    def tanh(self, x: T) -> T: ...
+
+    def sigmoid(self, x: T) -> T:
+        """float32 whatever x is."""
+        ...
+
     def moe(self, x: T, experts: Experts[T], moe: Moe, routed: T | None = None) -> T:
         """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed by router weight.
 
@@ -219,7 +225,7 @@ class Ops(Protocol[T]):
         ...
 
     def gather_rows(self, x: T, rows: T) -> T:
-        """[N, H], int32 [R, S] -> [R*S, H]."""
+        """[N, H], int32 [R] or [R, S] -> [R*S, H]; x may be a weight."""
         ...
 
     def rope_table(self, rotary: Rotary, positions: T) -> Any:
@@ -291,8 +297,11 @@ class Ops(Protocol[T]):
         """
         ...
 
-    def token_blocks(self, acceptance: Acceptance[T], *, fill: int) -> TokenBlocks[T]:
-        """A block [bonus token, fill x K] after the accepted tokens of every request; its K/V are not kept."""
+    def token_blocks(self, acceptance: Acceptance[T], *, fill: int, drafts_from_anchor: bool = False) -> TokenBlocks[T]:
+        """A block [bonus token, fill x K] after the accepted tokens of every request; its K/V are not kept.
+
+        With `drafts_from_anchor` it is [bonus token, fill x (K - 1)].
+        """
         ...
 
     def chain_blocks(self, acceptance: Acceptance[T], drafts: Sequence[T]) -> TokenBlocks[T]:
@@ -316,6 +325,10 @@ class Ops(Protocol[T]):
 
     def last_slot(self, x: T, num_slots: int) -> T:
         """[R*S, H] -> [R, H]."""
+        ...
+
+    def slot_rows(self, x: T, slot: int) -> T:
+        """The rows [R, H] of one slot of blocks [R*S, H]; where K is a number of the step, at most the last slot's."""
         ...
 
     def without_first(self, hidden: T) -> T:

@@ -14,11 +14,15 @@ class Proposal(Generic[T]):
     With `draft_stream` not 0, a request's draft is sampled from C `draft_topk_ids`, distinct tokens of the target, by
     their `draft_topk_probs`, which sum to 1; they are 0 where the logits gave no distribution and the draft is no
     sample. For other requests both are undefined. None if no request of the step uses them.
+
+    `confidence` are the drafter's own estimates that the target accepts a draft if it accepts those before; None unless
+    the drafter has a head for them.
     """
 
     tokens: T  # int32 [R, K]
     draft_topk_ids: T | None = None  # int32 [R, K*C], draft by draft
     draft_topk_probs: T | None = None  # float32 [R, K*C]
+    confidence: T | None = None  # float32 [R, K]
 
 
 class _Concat(Protocol[T]):
@@ -26,7 +30,7 @@ class _Concat(Protocol[T]):
 
 
 def joined(ops: _Concat[T], proposals: Sequence[Proposal[T]]) -> Proposal[T]:
-    """The drafts of a chain, concatenated: all of them have candidates, or none."""
+    """Drafts that were made one by one, concatenated: all of them have candidates, or none."""
     draft_topk_ids = [proposal.draft_topk_ids for proposal in proposals if proposal.draft_topk_ids is not None]
     draft_topk_probs = [proposal.draft_topk_probs for proposal in proposals if proposal.draft_topk_probs is not None]
     assert len(draft_topk_ids) == len(draft_topk_probs) and len(draft_topk_ids) in (0, len(proposals))

@@ -6,7 +6,7 @@ step that live at the same time, and an upper bound of what the step holds at on
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
 from dflash_trt.core.dtype import num_bytes_of
@@ -58,7 +58,10 @@ class RankMemory:
 
 def executor_limits(config: PretrainedConfig, limits: EngineLimits) -> ExecutorLimits:
     """Limits of the engine's steps; pages are planned later."""
-    of_drafts = {"draft_topk": config.draft.draft_topk} if config.draft else {"max_draft_len": 0}
+    draft = config.draft
+    of_drafts: dict[str, Any] = {"max_draft_len": 0}
+    if draft is not None:
+        of_drafts = {"draft_topk": draft.draft_topk, "has_draft_confidence": draft.has_confidence}
     return ExecutorLimits(**limits.model_dump() | of_drafts, num_pages=0)
 
 
@@ -133,8 +136,8 @@ def activations_bytes(
     """Peak activation memory of a step of `num_tokens` tokens, logits included.
 
     The step keeps the outputs that the drafter taps. On top comes the largest of: a layer, the target's logits, the
-    drafter's fusion, and its block with its logits. `has_rules` adds the logits' float32 scores under rules, or the
-    logits of prompts that are read. `has_nodes` is for a TensorRT engine.
+    drafter's fusion, and its block with its logits; DSpark's walk adds a bias to those of a slot. `has_rules` adds the
+    logits' float32 scores under rules, or the logits of prompts that are read. `has_nodes` is for a TensorRT engine.
     """
     target, draft, mapping = config.target, config.draft, config.mapping
     rows, num_bytes = _max_rows(limits), num_bytes_of(config.dtype)
@@ -153,7 +156,8 @@ def activations_bytes(
         of_layer = max(layer_features(x, draft.hidden_size, config, rows) for x in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
         block = max(of_layer, 4 * draft.hidden_size + columns)
-        phases.append((num_tokens * 2 * target.hidden_size + rows * block) * num_bytes)
+        walked = 0 if draft.heads is None else 2 * limits.max_batch_size * (draft.draft_vocab_size or target.vocab_size)
+        phases.append((num_tokens * 2 * target.hidden_size + rows * block + walked) * num_bytes)
     return num_tokens * kept * num_bytes + max(phases)
 
 

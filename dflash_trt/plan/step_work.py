@@ -23,13 +23,14 @@ from dflash_trt.plan.attention_work import Mixing, MixingWork, mixings_of
 from dflash_trt.plan.computed_rows import ComputedRows
 
 # Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
-# a chain so far, its last slots, the drafts.
+# a chain so far, its last slots, the drafts, a slot of DSpark's walk.
 _TOKENS: Final = "tokens"
 _LOGITS: Final = "logits"
 _SLOTS: Final = "slots"
 _CHAIN: Final = "chain"
 _LAST: Final = "last"
 _DRAFTS: Final = "drafts"
+_WALK: Final = "walk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,22 +147,23 @@ class EngineWork:
         drafts, draft = rows.num_draft_tokens, self._draft
         num_passes = draft.num_passes(drafts) if draft is not None else 0
         slots = num_requests * (drafts + 1)
+        computed_slots = draft.computed_slots(drafts) if draft is not None else 0
         uses = {
             _TOKENS: (num_tokens, 1),
             _LOGITS: (slots, 1),
-            _SLOTS: (slots, num_passes),
+            _SLOTS: (num_requests * computed_slots, num_passes),
             _CHAIN: (num_requests * (drafts + 1) / 2, num_passes),
             _LAST: (num_requests, num_passes),
             _DRAFTS: (num_requests * drafts / max(1, num_passes), num_passes),
+            _WALK: (num_requests, drafts),
         }
         vocab_size = self._config.target.vocab_size
         draft_vocab_size = vocab_size if draft is None else draft.draft_vocab_size or vocab_size
-        draft_rows = slots if draft is None or draft.chain is None else num_requests
+        draft_rows = num_requests if draft is not None and draft.chain is not None else num_requests * computed_slots
         layers = self._config.target.num_layers + (num_passes * draft.num_layers if draft is not None else 0)
         moved = num_tokens * self._features[0]
         if draft is not None:
             moved += num_passes * draft_rows * self._features[1]
-        computed_slots = draft.computed_slots(drafts) if draft is not None else 0
         mixed = [mixing.of(rows, num_passes, computed_slots) for mixing in self._mixings]
         return StepWork(
             num_requests=num_requests,
@@ -277,6 +279,12 @@ def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
     if is_of_context or name == "draft.kv":
         yield _TOKENS
     if is_of_context:
+        return
+    if name.startswith("draft.markov."):
+        yield _WALK
+        return
+    if name.startswith("draft.confidence"):
+        yield _DRAFTS
         return
     if draft.chain is None:
         yield _SLOTS

@@ -389,7 +389,7 @@ def test_a_dflash2_key_out_of_range_is_refused_by_name(tmp_path: Path, key: str,
 # What changes the algorithm
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("architectures", ["DSparkDraftModel"]),
+    ("architectures", ["Gemma4DSparkModel"]),
     ("model_type", "deepseek_v3"),
     ("attention_sink_bias", True),
     ("attention_value_scale", 0.612),

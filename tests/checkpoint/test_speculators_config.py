@@ -62,7 +62,6 @@ def test_a_full_vocabulary_uses_the_target_s_head_unless_the_drafter_ships_one(
     ("key", "value"),
     [
         ("sample_from_anchor", True),
-        ("speculators_model_type", "dspark"),
         ("speculators_model_type", "xpress"),
         ("speculators_model_type", None),
         ("quantization_config", {}),

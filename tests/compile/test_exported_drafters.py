@@ -15,6 +15,7 @@ from dflash_trt.core.frozen import Frozen
 from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
@@ -51,6 +52,7 @@ REFUSED_FIELDS: dict[type[Frozen], dict[str, Any]] = {
         "algorithm": "dflash2",
         "conv": BlockConv(kernel_size=2, group_size=8),
         "selector": CandidateSelector(rank=4, top_k=4),
+        "heads": DSparkHeads(rank=4),
         "chain": EagleChain(),
     },
     LayerSpec: {"has_post_norms": True, "has_output_scale": True, "per_layer_size": 8},

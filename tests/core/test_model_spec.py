@@ -42,6 +42,7 @@ MOE = {"num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 32, "r
 YARN = {"theta": 1e4, "scaling": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 CONV, SELECTOR = {"kernel_size": 2, "group_size": 16}, {"rank": 8, "top_k": 16}
 DFLASH2 = DRAFT | {"algorithm": "dflash2", "conv": CONV, "selector": SELECTOR}
+DSPARK = DRAFT | {"algorithm": "dspark", "heads": {"rank": 8}}
 EAGLE3 = DRAFT | {"algorithm": "eagle3", "chain": {}, "mask_token_id": None, "masks": ({},)}
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -111,6 +112,7 @@ def test_a_drafter_that_cannot_be_is_refused(changes: dict[str, Any], field: str
     _assert_refused(DraftSpec, DRAFT | changes, field)
 
 
+HEADS = "heads for algorithm dspark, and for no other"
 PARTS, MASK = "conv and selector for algorithm dflash2", "chain and no mask_token_id for algorithm eagle3"
 
 
@@ -124,6 +126,9 @@ PARTS, MASK = "conv and selector for algorithm dflash2", "chain and no mask_toke
         (DFLASH2 | {"conv": CONV | {"group_size": 48}}, "a conv.group_size that divides hidden_size 64"),
         (DFLASH2 | {"selector": SELECTOR | {"top_k": 273}}, "a selector.top_k of at most the vocabulary"),
         (DFLASH2 | {"draft_vocab_size": 15}, "a selector.top_k of at most the vocabulary"),
+        (DRAFT | {"heads": {"rank": 8}}, HEADS),
+        (DSPARK | {"heads": None}, HEADS),
+        (DSPARK | {"logit_softcap": 2.0}, "no logit_softcap for algorithm dspark"),
         (DRAFT | {"chain": {}}, MASK),
         (DRAFT | {"mask_token_id": None}, MASK),
         (EAGLE3 | {"mask_token_id": 1}, MASK),
@@ -185,6 +190,7 @@ def test_what_models_have_is_accepted() -> None:
     Moe(**MOE | {"num_groups": 4, "num_chosen_groups": 1})
     Moe(**MOE | {"has_own_norms": True, "shared_size": 8})
     _built(DraftSpec, DFLASH2)
+    _built(DraftSpec, DSPARK)
     _built(DraftSpec, EAGLE3)
     _built(TargetSpec, TARGET | {"rotary_dim": 16})
 
@@ -192,8 +198,10 @@ def test_what_models_have_is_accepted() -> None:
 def test_drafts_are_drawn_from_as_many_tokens_as_there_are_or_as_the_selector_chooses() -> None:
     counts = [DRAFT, DRAFT | {"draft_vocab_size": 7}, DRAFT | {"target_vocab_size": 9}, DFLASH2]
     assert [_built(DraftSpec, fields).draft_topk for fields in counts] == [32, 7, 9, 16]
-    specs = [_built(DraftSpec, fields) for fields in (DRAFT, EAGLE3)]
-    assert [(spec.max_draft_len, spec.num_passes(2)) for spec in specs] == [(3, 1), (3, 2)]
+    masked = DSPARK | {"heads": {"rank": 8, "drafts_from_anchor": False}}
+    specs = [_built(DraftSpec, fields) for fields in (DRAFT, EAGLE3, DSPARK, masked)]
+    assert [(spec.max_draft_len, spec.num_passes(2)) for spec in specs] == [(3, 1), (3, 2), (4, 1), (3, 1)]
+    assert [spec.computed_slots(2) for spec in specs] == [3, 3, 2, 3]
 
 
 def test_pages_keep_the_largest_window_of_the_layers_that_read_them() -> None:

@@ -19,10 +19,10 @@ from dflash_trt.backends.padding import (
     verify_block_shape,
     warm_shapes,
 )
-from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
+from dflash_trt.backends.staging import _BONUS, InputStaging, ResultStaging, _sections
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
-from dflash_trt.core.step_spec import DRAFT_INPUTS
+from dflash_trt.core.step_spec import DRAFT_INPUTS, STEP_OUTPUTS
 from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
@@ -330,9 +330,9 @@ def test_results_come_back_without_the_padding(num_draft_tokens):
     outputs.num_accepted.copy_(torch.tensor([0, num_draft_tokens, 0, 0]))
     outputs.bonus_tokens.fill_(5)
     outputs.next_context_lens.copy_(torch.arange(4) + 50)
-    drafts.copy_(torch.arange(4 * num_draft_tokens).view(4, num_draft_tokens) + 900)
+    drafts.tokens.copy_(torch.arange(4 * num_draft_tokens).view(4, num_draft_tokens) + 900)
     result = results.download(shape, num_requests=2, has_drafts=num_draft_tokens > 0)
-    for tensor in (outputs.emitted_tokens, drafts):
+    for tensor in (outputs.emitted_tokens, drafts.tokens):
         tensor.fill_(-1)  # the next step may write while the host reads
     first, second = request_results(result.read())
     assert first.emitted_tokens == (0,) and first.next_context_len == 50
@@ -392,7 +392,7 @@ def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:
                 is_decode=True,
                 has_graph=False,
             )
-            sections = _sections(shape)
+            sections = _sections(shape, (*STEP_OUTPUTS, _BONUS))
             assert all(start % 4 == 0 for _, start, _ in sections)  # int32 elements
             assert all(end <= start for (_, _, end), (_, start, _) in pairwise(sections))
             assert all(end - start >= num_requests for t, start, end in sections if t.name != "draft_tokens")

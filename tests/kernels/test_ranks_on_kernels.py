@@ -57,6 +57,13 @@ def make_eagle3_pair(root: Path) -> None:
     save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
 
 
+def make_dspark_pair(root: Path) -> None:
+    from tests.dspark_files import save_dspark_drafter  # skips without `speculators`
+
+    target = make_target(root / "target", vocab_size=12, tokenizer=False)
+    save_dspark_drafter(root / "drafter", target_dir=target, block_size=3, markov_head_type="gated")
+
+
 def make_gemma_pair(root: Path) -> None:
     target = make_gemma(root / "target", family="gemma4_text", **EVERYTHING, num_global_key_value_heads=1)
     make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
@@ -71,6 +78,7 @@ def make_gemma_pair(root: Path) -> None:
         pytest.param(partial(make_zlab_pair, **LATENTS), id="latents and experts"),
         pytest.param(partial(make_zlab_pair, **LLAMA4), id="Llama 4", marks=pytest.mark.slow),
         pytest.param(make_dflash2_pair, id="DFlash2", marks=pytest.mark.slow),
+        pytest.param(make_dspark_pair, id="DSpark", marks=pytest.mark.slow),
         pytest.param(make_eagle3_pair, id="EAGLE-3", marks=pytest.mark.slow),
         pytest.param(make_gemma_pair, id="Gemma 4", marks=pytest.mark.slow),
     ],

@@ -13,6 +13,7 @@ from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.mapping import Mapping
 from tests.dflash2_files import make_dflash2_drafter
+from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import decode, make_executor
 from tests.executor.rank_engines import build, opened
@@ -27,10 +28,12 @@ def make_pair(root: Path, algorithm: str, **target_fields: Any) -> tuple[Path, P
     target = make_target(root / "target", vocab_size=12, tokenizer=False, **target_fields)
     if algorithm == "dflash2":
         return target, make_dflash2_drafter(root / "drafter", target_dir=target, block_size=K + 1)
+    if algorithm == "dspark":
+        return target, save_dspark_drafter(root / "drafter", target_dir=target, block_size=K, markov_head_type="rnn")
     return target, save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
 
 
-@pytest.fixture(scope="module", params=["dflash2", "eagle3"])
+@pytest.fixture(scope="module", params=["dflash2", "dspark", "eagle3"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param)
 
@@ -61,7 +64,7 @@ def test_two_ranks_make_the_drafts_of_one(pair: tuple[Path, Path]) -> None:
             assert integers(found) == integers(expected)
 
 
-@pytest.mark.parametrize("algorithm", ["dflash2", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["dflash2", "dspark", "eagle3"])
 def test_the_kernels_of_a_cpu_make_the_drafts_of_pytorch(tmp_path: Path, algorithm: str) -> None:
     """With heads of whole panels, for which they are."""
     if isinstance(cpu_kernels(), NoKernels):
@@ -70,6 +73,8 @@ def test_the_kernels_of_a_cpu_make_the_drafts_of_pytorch(tmp_path: Path, algorit
     target = make_target(tmp_path / "target", vocab_size=12, tokenizer=False, **fields)
     if algorithm == "eagle3":
         drafter = save_eagle3_head(tmp_path / "drafter", target_dir=target, sliding_window=9)
+    elif algorithm == "dspark":
+        drafter = save_dspark_drafter(tmp_path / "drafter", target_dir=target, block_size=K, markov_head_type="gated")
     else:
         drafter = make_dflash2_drafter(tmp_path / "drafter", target_dir=target, block_size=K + 1, **fields)
     with_kernels, without = (make_executor(target, drafter, has_kernels=has_kernels) for has_kernels in (True, False))

@@ -23,6 +23,7 @@ from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthP
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
+from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import Decoding, make_executor
 from tests.factories import make_target, make_zlab_drafter
@@ -32,7 +33,16 @@ from tests.scheduler.toy_constraint import ToyConstraint
 PROMPT = (1, 4)
 NUM_NEW = 3
 CELLS = list(itertools.product(range(5), repeat=NUM_NEW))
-DRAFTERS = ("dflash", "dflash2", "eagle3")
+DRAFTERS = ("dflash", "dflash2", "dspark", "eagle3")
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dflash": (make_zlab_drafter, {"block_size": 4}),
+    "dflash2": (make_dflash2_drafter, {"block_size": 4, "top_k": 4}),
+    "dspark": (
+        save_dspark_drafter,
+        {"block_size": 4, "draft_tokens": (0, 1, 3, 4), "aux_hidden_state_layer_ids": (1, 3)},
+    ),
+    "eagle3": (save_eagle3_head, {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +56,7 @@ def executor(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pyt
 
 
 def open_executor(name: str, target: Path, path: Path) -> TorchExecutor:
-    make: Any = {"dflash": make_zlab_drafter, "dflash2": make_dflash2_drafter, "eagle3": save_eagle3_head}[name]
-    options = {"dflash": {"block_size": 4}, "dflash2": {"block_size": 4, "top_k": 4}, "eagle3": {}}[name]
+    make, options = MAKERS[name]
     return make_executor(target, make(path, target_dir=target, **options), max_batch_size=64)
 
 

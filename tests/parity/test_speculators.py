@@ -26,7 +26,7 @@ SOME = (0, 1, 2, 4, 5, 7, 8, 10, 11)  # of twelve tokens
 CAUSAL: dict[str, Any] = {"full_layers": (1,), "sliding_window": 3}
 NON_CAUSAL: dict[str, Any] = {"full_layers": (), "sliding_window": 3, "sliding_window_non_causal": True}
 SECOND: dict[str, Any] = {
-    "is_second": True,
+    "algorithm": "dflash2",
     "full_layers": (),
     "sliding_window": 4,
     "conv_group_size": 8,

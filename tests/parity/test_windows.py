@@ -18,6 +18,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.window_pages import WindowPages
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
+from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import make_executor
 from tests.factories import make_zlab_drafter
@@ -157,6 +158,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
     "a window before the anchor": {"draft_window": 9},
     "DFlash2": {"make": make_dflash2_drafter, "draft_window": 7},
+    "DSpark": {"make": save_dspark_drafter, "draft_window": 7},
     "EAGLE-3": {"make": save_eagle3_head, "draft_window": 7},
 }
 

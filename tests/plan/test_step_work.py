@@ -1,6 +1,8 @@
 """What a step does against sums written out by hand: prompt chunks, windows, states, experts, drafters, machines."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
+from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
@@ -146,6 +149,27 @@ def test_dflash2_filters_every_sublayer_of_its_block_and_projects_for_its_select
     assert elements[1] - elements[0] == filters
     assert found[1].mixing_flops == found[0].mixing_flops
     assert sum(p.flops for p in found[1].products) - sum(p.flops for p in found[0].products) == 2 * 16 * filters
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("markov_type", ["vanilla", "gated", "rnn"])
+def test_dspark_reads_its_markov_head_once_for_each_draft(markov_type: Any, from_anchor: bool) -> None:
+    target, draft = probe_specs(CPU_SIZES[0])
+    rank, hidden, drafts, requests = 8, draft.hidden_size, 7, 2
+    heads = DSparkHeads(rank=rank, markov_type=markov_type, drafts_from_anchor=from_anchor)
+    mixing = {"vanilla": 0, "gated": rank * (hidden + rank), "rnn": 3 * rank * (2 * rank + hidden)}[markov_type]
+    step = ComputedRows.decode(num_requests=requests, context_len=30, num_draft_tokens=drafts)
+    plain, walked = (
+        EngineWork(PretrainedConfig(target=target, draft=spec, dtype="float32"), has_drafter=True).of(step)
+        for spec in (draft, draft.model_copy(update={"algorithm": "dspark", "heads": heads}))
+    )
+    walk = [item for item in walked.products if item.rows == requests]
+    assert sum(item.elements for item in walk) == drafts * (target.vocab_size * rank + mixing)
+    names = ("draft.kv", *(f"draft.layers.{i}." for i in range(draft.num_layers)))
+    matrices = [spec.shape for name, spec in draft.weights().items() if name.startswith(names) and len(spec.shape) == 2]
+    saved = 2 * requests * sum(map(math.prod, matrices)) * from_anchor  # a slot less of each request
+    assert sum(p.flops for p in plain.products) - saved == sum(p.flops for p in walked.products if p not in walk)
+    assert (walked.mixing_flops < plain.mixing_flops) == from_anchor
 
 
 def test_a_drafter_that_makes_no_draft_only_observes() -> None:

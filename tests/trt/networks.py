@@ -255,7 +255,9 @@ class InterpretedExecutor:
             bonus_tokens=outputs["num_accepted"],  # not an output of the engine
             next_context_lens=outputs["next_context_lens"],
         )
-        proposal = Proposal(tokens=outputs["draft_tokens"]) if batch.num_draft_tokens else None
+        confidence = outputs.get("draft_confidence")
+        has_drafts = batch.num_draft_tokens > 0
+        proposal = Proposal(tokens=outputs["draft_tokens"], confidence=confidence) if has_drafts else None
         result = step_result(StepOutputs(acceptance=acceptance, proposal=proposal))
         self._slots.store(plan, request_results(result))
         return result

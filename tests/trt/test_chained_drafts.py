@@ -23,6 +23,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
+from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import PAGE_SIZE, make_executor
 from tests.factories import make_target
@@ -67,7 +68,13 @@ def eagle3(root: Path) -> tuple[Path, Path]:
     return target, save_eagle3_head(root / "drafter", target_dir=target, **options)
 
 
-DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3)
+def dspark(root: Path) -> tuple[Path, Path]:
+    target = make_target(root / "target", num_hidden_layers=2, vocab_size=12, tokenizer=False)
+    options: dict[str, Any] = {"aux_hidden_state_layer_ids": (2, 1), "draft_tokens": (0, 1, 2, 4, 5, 7, 8, 10, 11)}
+    return target, save_dspark_drafter(root / "drafter", target_dir=target, block_size=K, **options)
+
+
+DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3, dspark)
 
 
 def make_ours(trt: ModuleType, pair: tuple[Path, Path]) -> TensorRTExecutor:

@@ -80,7 +80,7 @@ def _negate_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _take_the_first_slot_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dflash2_ops, "_at", lambda layers, slot, num_slots: layers.ints([0], (1,)))
+    monkeypatch.setattr(dflash2_ops, "slot_index", lambda layers, slot, num_slots: layers.ints([0], (1,)))
 
 
 def _draw_in_noise_of_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

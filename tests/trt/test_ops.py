@@ -34,11 +34,14 @@ OPS = {
     "silu_mul": lambda ops, x, w, ids: ops.silu_mul(x),
     "gelu_mul": lambda ops, x, w, ids: ops.gelu_mul(x),
     "softcap": lambda ops, x, w, ids: ops.softcap(x, 1.5),
+    "tanh": lambda ops, x, w, ids: ops.tanh(x),
+    "sigmoid": lambda ops, x, w, ids: ops.sigmoid(x),
     "mul by rows": lambda ops, x, w, ids: ops.mul(x, x),
     "mul by a number": lambda ops, x, w, ids: ops.mul(x, w(WEIGHT[0, :1])),
     "unweighted_rms_norm": lambda ops, x, w, ids: ops.unweighted_rms_norm(ops.split_heads(x, 8), 1e-6),
     "split and concat": lambda ops, x, w, ids: ops.concat(ops.split(x, (4, 10, 2))[::-1]),
     "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(ROTARY, ids)),
+    "gather_rows of a weight": lambda ops, x, w, ids: ops.gather_rows(w(WEIGHT), ids),
     "gather_rows": lambda ops, x, w, ids: ops.gather_rows(x, w(torch.tensor([[4, 0], [1, 1]], dtype=torch.int32))),
 }
 

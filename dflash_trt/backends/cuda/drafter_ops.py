@@ -22,8 +22,10 @@ class DrafterOps:
         self._inputs = inputs
         self._num_draft_tokens = num_draft_tokens
 
-    def token_blocks(self, acceptance: Acceptance[Any], *, fill: int) -> TokenBlocks[Any]:
-        return self._blocks(acceptance, fill=fill, width=self._num_draft_tokens + 1)
+    def token_blocks(
+        self, acceptance: Acceptance[Any], *, fill: int, drafts_from_anchor: bool = False
+    ) -> TokenBlocks[Any]:
+        return self._blocks(acceptance, fill=fill, width=self._num_draft_tokens + (not drafts_from_anchor))
 
     def chain_blocks(self, acceptance: Acceptance[Any], drafts: Sequence[Value]) -> TokenBlocks[Any]:
         blocks = self._blocks(acceptance, fill=0, width=len(drafts) + 1)
@@ -56,6 +58,10 @@ class DrafterOps:
     def last_slot(self, x: Value, num_slots: int) -> Tensor:
         rows = tensor_of(x)
         return rows.view(-1, num_slots, rows.shape[-1])[:, -1].contiguous()
+
+    def slot_rows(self, x: Value, slot: int) -> Tensor:
+        rows = tensor_of(x)
+        return rows.reshape(len(self._inputs.context_lens), -1, rows.shape[-1])[:, slot]
 
     def without_first(self, hidden: Value) -> Tensor:
         x = tensor_of(hidden)

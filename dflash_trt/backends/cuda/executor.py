@@ -347,7 +347,9 @@ class TorchGpuExecutor:
 
         def store(acceptance: Acceptance[Tensor], proposal: Proposal[Tensor] | None) -> None:
             if proposal is not None:
-                drafts.copy_(proposal.tokens)
+                drafts.tokens.copy_(proposal.tokens)
+                if drafts.confidence is not None and proposal.confidence is not None:
+                    drafts.confidence.copy_(proposal.confidence)
             self._staging.store(shape, acceptance.bonus_tokens, proposal, acceptance.next_context_lens)
 
         memory = StepMemory(
@@ -364,7 +366,7 @@ class TorchGpuExecutor:
             max_requests=limits.max_batch_size, max_rows=max_rows, max_keys=limits.max_pages * limits.page_size
         )
 
-    def _outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Tensor]:
+    def _outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Proposal[Tensor]]:
         acceptance, drafts = self._results.outputs(shape)
         return SamplingOutputs(
             **{item.name: getattr(acceptance, item.name) for item in fields(SamplingOutputs)}

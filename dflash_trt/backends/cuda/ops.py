@@ -115,13 +115,19 @@ class TorchGpuOps(DrafterOps):
         return Gated(tensor_of(gate_up))
 
     def sigmoid_mul(self, x: Value, gate: Value) -> Tensor:
-        return sigmoid_mul(tensor_of(x), tensor_of(gate))
+        return sigmoid_mul(tensor_of(x).contiguous(), tensor_of(gate).contiguous())
 
     def gelu_mul(self, gate_up: Value) -> Gated:
         return Gated(tensor_of(gate_up), is_gelu=True)
 
     def softcap(self, x: Value, cap: float) -> Tensor:
         return (tensor_of(x).float() / cap).tanh_().mul_(cap)
+
+    def tanh(self, x: Value) -> Tensor:
+        return tensor_of(x).tanh()
+
+    def sigmoid(self, x: Value) -> Tensor:
+        return tensor_of(x).float().sigmoid()
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe, routed: Value | None = None) -> Tensor:
         assert isinstance(experts, DeviceExperts)

@@ -138,5 +138,5 @@ class StepBuffers:
         if shape.num_draft_tokens:
             views = self._draft_topk_tensors.views(shape)
             draft_topk_ids, draft_topk_probs = (views[tensor.name] for tensor in DRAFT_OUTPUTS)
-            proposal = Proposal(tokens=drafts, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
+            proposal = Proposal(tokens=drafts.tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
         self.staging.store(shape, bonus, proposal, outputs.next_context_lens)

@@ -65,7 +65,7 @@ def select_tokens(
     keys = layers.reshape(keys, (-1, num_slots, count, rank))
     predecessors, token, path, links = layers.tensor(codebooks.predecessor), acceptance.bonus_tokens, [], []
     for slot in range(max_slots):
-        at = _at(layers, slot, num_slots)
+        at = slot_index(layers, slot, num_slots)
         query = layers.reshape(layers.cast(layers.gather(predecessors, token), "float32"), (-1, 1, rank))
         linked = layers.binary("PROD", layers.reshape(layers.gather(keys, at, 1), (-1, count, rank)), query)
         links.append(layers.reduce("SUM", linked, 2, keep_dims=False))
@@ -81,7 +81,7 @@ def select_tokens(
     )
 
 
-def _at(layers: Layers, slot: int, num_slots: Dim) -> ITensor:
+def slot_index(layers: Layers, slot: int, num_slots: Dim) -> ITensor:
     """int32 [1]: the slot, or the last one."""
     if isinstance(num_slots, int):
         return layers.ints([min(slot, num_slots - 1)], (1,))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dflash_trt.backends.tensorrt.dflash2_ops import block_conv, select_tokens, times
+from dflash_trt.backends.tensorrt.dflash2_ops import block_conv, select_tokens, slot_index, times
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.plugins import PluginLowering
 from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
@@ -13,7 +13,8 @@ from dflash_trt.network.state import RowCache
 class DrafterOps:
     """A part of `Ops[Handle]`, for one network.
 
-    A chain's passes are unrolled for the largest K. A step of a smaller K runs them all and uses the first drafts.
+    Drafts that are made one by one are unrolled for the largest K: the passes of a chain, the walk of DSpark. A step of
+    a smaller K makes them all and uses the first ones.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class DrafterOps:
         self._inputs = inputs
         self._lowering = lowering
         self._max_draft_len = max_draft_len
-        self._chain_width: int | None = None  # slots of the last block of a chain
+        self._is_unrolled = False  # if drafts are made one by one
         self._features: dict[str, ITensor] = {}  # features of the step's tokens, [T, H], by state name
 
     def block_conv(self, x: ITensor, filters: ITensor, base: Handle) -> ITensor:
@@ -46,7 +47,7 @@ class DrafterOps:
         return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
 
     def chain_blocks(self, acceptance: Acceptance[ITensor], drafts: Sequence[ITensor]) -> TokenBlocks[ITensor]:
-        self._chain_width = len(drafts) + 1
+        self._is_unrolled = True
         return chain_blocks(self._layers, acceptance, drafts, self._inputs.page_table)
 
     def previous_rows(self, x: ITensor, rows: Rows[ITensor], cache: RowCache[ITensor]) -> ITensor:
@@ -66,6 +67,13 @@ class DrafterOps:
         blocks = layers.reshape(x, (-1, num_slots, width))
         return layers.reshape(layers.slice(blocks, 1, num_slots - 1, 1), (-1, width))
 
+    def slot_rows(self, x: ITensor, slot: int) -> ITensor:
+        self._is_unrolled = True
+        layers, width = self._layers, x.shape[-1]
+        blocks = layers.reshape(x, (layers.dim(self._inputs.logit_rows, 0), -1, width))
+        index = slot_index(layers, slot, layers.dim(blocks, 1))
+        return layers.reshape(layers.gather(blocks, index, 1), (-1, width))
+
     def draft_tokens(
         self,
         logits: ITensor,
@@ -79,12 +87,12 @@ class DrafterOps:
         if first_slot > 1:
             starts = layers.binary("SUM", starts, first_slot - 1)
         targets = None if draft_to_target is None else layers.tensor(draft_to_target)
-        num_slots = num_drafts(layers, self._inputs) if self._chain_width is None else 1
+        num_slots = 1 if self._is_unrolled else num_drafts(layers, self._inputs)
         return self._lowering.draft_tokens(logits, starts, targets, num_slots, draft_topk=draft_topk)
 
     def of_this_step(self, proposal: Proposal[ITensor]) -> Proposal[ITensor]:
         """As many drafts as its K."""
-        if self._chain_width is None:
+        if not self._is_unrolled:
             return proposal
         assert proposal.draft_topk_ids is not None and proposal.draft_topk_probs is not None, (
             "drafts of this backend have them"
@@ -95,6 +103,7 @@ class DrafterOps:
             tokens=layers.slice(proposal.tokens, 1, 0, num_slots),
             draft_topk_ids=layers.slice(proposal.draft_topk_ids, 1, 0, num_probs),
             draft_topk_probs=layers.slice(proposal.draft_topk_probs, 1, 0, num_probs),
+            confidence=None if proposal.confidence is None else layers.slice(proposal.confidence, 1, 0, num_slots),
         )
 
 

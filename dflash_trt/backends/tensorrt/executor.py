@@ -217,7 +217,13 @@ def engine_limits(spec: StepNetworkSpec, limits: ExecutorLimits) -> ExecutorLimi
     """
     most = spec.max_draft_len if spec.has_drafts else 0
     max_seq_len = limits.max_positions - most
-    return replace(limits, max_draft_len=most, draft_topk=spec.draft_topk, max_seq_len=max_seq_len)
+    return replace(
+        limits,
+        max_draft_len=most,
+        draft_topk=spec.draft_topk,
+        has_draft_confidence=spec.has_draft_confidence,
+        max_seq_len=max_seq_len,
+    )
 
 
 def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
@@ -251,6 +257,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         max_num_tokens=build.max_num_tokens,
         max_draft_len=spec.max_draft_len if config.use_drafter else 0,
         draft_topk=spec.draft_topk if config.use_drafter else 0,
+        has_draft_confidence=spec.has_draft_confidence and config.use_drafter,
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full

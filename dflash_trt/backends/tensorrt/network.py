@@ -33,6 +33,7 @@ from dflash_trt.core.state_spec import (
     paged,
 )
 from dflash_trt.core.step_spec import (
+    DRAFT_CONFIDENCE,
     DRAFT_INPUTS,
     DRAFT_OUTPUTS,
     PLAN_INPUTS,
@@ -81,6 +82,10 @@ class StepNetworkSpec:
         return self.draft.draft_topk if self.draft is not None and self.has_drafts else 0
 
     @property
+    def has_draft_confidence(self) -> bool:
+        return self.draft is not None and self.has_drafts and self.draft.has_confidence
+
+    @property
     def states(self) -> EngineStates:
         """States of one rank."""
         whole = engine_states(self.target, self.draft, dtype=self.dtype, quantization=self.quantization)
@@ -119,10 +124,11 @@ def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 
 def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Without `draft_tokens` and their top-k candidates when nothing is drafted."""
+    """Without `draft_tokens` and their top-k candidates when nothing is drafted; their confidence if it is known."""
     if not spec.has_drafts:
         return tuple(_io_tensor(tensor, spec) for tensor in STEP_OUTPUTS if tensor.name != "draft_tokens")
-    return tuple(_io_tensor(tensor, spec) for tensor in (*STEP_OUTPUTS, *DRAFT_OUTPUTS))
+    confidence = (DRAFT_CONFIDENCE,) if spec.has_draft_confidence else ()
+    return tuple(_io_tensor(tensor, spec) for tensor in (*STEP_OUTPUTS, *confidence, *DRAFT_OUTPUTS))
 
 
 def state_tensors_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
@@ -215,6 +221,7 @@ def define_step_network(
             "draft_tokens": proposal.tokens,
             "next_draft_topk_ids": proposal.draft_topk_ids,
             "next_draft_topk_probs": proposal.draft_topk_probs,
+            DRAFT_CONFIDENCE.name: proposal.confidence,
         }
     for tensor in step_outputs_of(spec):
         layers.mark_output(named[tensor.name], tensor.name)

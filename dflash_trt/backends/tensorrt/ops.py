@@ -144,6 +144,12 @@ class TrtOps(DrafterOps, LatentOps):
         wide = layers.cast(x, "float32")
         return layers.binary("PROD", layers.tanh(layers.binary("DIV", wide, cap)), cap)
 
+    def tanh(self, x: ITensor) -> ITensor:
+        return self._layers.tanh(x)
+
+    def sigmoid(self, x: ITensor) -> ITensor:
+        return self._layers.sigmoid(self._layers.cast(x, "float32"))
+
     def sigmoid_mul(self, x: ITensor, gate: ITensor) -> ITensor:
         return self._layers.binary("PROD", x, self._layers.sigmoid(gate))
 
@@ -161,8 +167,8 @@ class TrtOps(DrafterOps, LatentOps):
     def split_heads(self, x: ITensor, head_dim: int) -> ITensor:
         return self._layers.reshape(x, (-1, x.shape[-1] // head_dim, head_dim))
 
-    def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
-        return self._layers.gather(x, self._layers.reshape(rows, (-1,)))
+    def gather_rows(self, x: Handle, rows: ITensor) -> ITensor:
+        return self._layers.gather(self._layers.tensor(x), self._layers.reshape(rows, (-1,)))
 
     def rope_table(self, rotary: Rotary, positions: ITensor) -> tuple[ITensor, ITensor]:
         cos, sin = self._rope_tables[rotary]
@@ -251,12 +257,18 @@ class TrtOps(DrafterOps, LatentOps):
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return self._lowering.sample_and_accept(logits)
 
-    def token_blocks(self, acceptance: Acceptance[ITensor], *, fill: int) -> TokenBlocks[ITensor]:
-        layers = self._layers
-        num_requests, width = layers.dim(self._inputs.logit_rows, 0), layers.dim(self._inputs.logit_rows, 1)
+    def token_blocks(
+        self, acceptance: Acceptance[ITensor], *, fill: int, drafts_from_anchor: bool = False
+    ) -> TokenBlocks[ITensor]:
+        layers, num_masks = self._layers, num_drafts(self._layers, self._inputs)
+        num_requests = layers.dim(self._inputs.logit_rows, 0)
+        width = num_masks if drafts_from_anchor else layers.dim(self._inputs.logit_rows, 1)
         slots = layers.reshape(layers.arange(width), (1, -1))
         anchors = layers.reshape(acceptance.bonus_tokens, (-1, 1))
-        masks = layers.broadcast(layers.ints([fill], (1, 1)), (num_requests, num_drafts(layers, self._inputs)))
+        masks = layers.broadcast(layers.ints([fill], (1, 1)), (num_requests, num_masks))
+        token_ids = layers.concat((anchors, masks), 1)
+        if drafts_from_anchor:
+            token_ids = layers.slice(token_ids, 1, 0, width)
         positions = layers.binary("SUM", layers.reshape(acceptance.next_context_lens, (-1, 1)), slots)
         rows = Rows(
             positions=layers.reshape(positions, (-1,)),
@@ -265,7 +277,7 @@ class TrtOps(DrafterOps, LatentOps):
             page_table=self._inputs.page_table,
             keeps_kv=False,
         )
-        return TokenBlocks(token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)), rows=rows)
+        return TokenBlocks(token_ids=layers.reshape(token_ids, (-1,)), rows=rows)
 
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)

@@ -179,6 +179,7 @@ def limits_of(
         page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
+        has_draft_confidence=network.draft is not None and network.draft.has_confidence,
     )
 
 

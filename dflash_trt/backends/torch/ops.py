@@ -173,6 +173,12 @@ class TorchOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return (x.float() / cap).tanh_().mul_(cap)
 
+    def tanh(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.float().sigmoid()
+
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe, routed: Tensor | None = None) -> Tensor:
         return run_chosen_experts(x, experts, moe, self._chosen(x if routed is None else routed, experts, moe))
 
@@ -299,8 +305,11 @@ class TorchOps:
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         return torch_sampling.sample_and_accept(logits, self._inputs, self._adjust, self._masks)
 
-    def token_blocks(self, acceptance: Acceptance[Tensor], *, fill: int) -> TokenBlocks[Tensor]:
-        token_ids = torch.full((len(acceptance.bonus_tokens), self._num_draft_tokens + 1), fill, dtype=torch.int32)
+    def token_blocks(
+        self, acceptance: Acceptance[Tensor], *, fill: int, drafts_from_anchor: bool = False
+    ) -> TokenBlocks[Tensor]:
+        width = self._num_draft_tokens + (not drafts_from_anchor)
+        token_ids = torch.full((len(acceptance.bonus_tokens), width), fill, dtype=torch.int32)
         token_ids[:, 0] = acceptance.bonus_tokens
         return self._blocks(token_ids, acceptance)
 
@@ -332,6 +341,9 @@ class TorchOps:
 
     def last_slot(self, x: Tensor, num_slots: int) -> Tensor:
         return x.view(-1, num_slots, x.shape[-1])[:, -1].contiguous()
+
+    def slot_rows(self, x: Tensor, slot: int) -> Tensor:
+        return x.reshape(len(self._inputs.context_lens), -1, x.shape[-1])[:, slot]
 
     def without_first(self, hidden: Tensor) -> Tensor:
         blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])

@@ -21,6 +21,7 @@ from dflash_trt.checkpoint.drafters.attention import speculators_masks
 from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
 from dflash_trt.checkpoint.drafters.chain import read_chain, read_chain_layer, read_taps
 from dflash_trt.checkpoint.drafters.dflash2 import read_dflash2
+from dflash_trt.checkpoint.drafters.dspark import read_heads
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 
 SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
@@ -28,6 +29,7 @@ SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
 # The format's own defaults.
 _DEFAULT_DRAFT_VOCAB_SIZE = 32000
 _DEFAULT_BLOCK_SIZE = 8
+_DEFAULT_MARKOV_RANK = 256
 _DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 _HARMLESS = ("speculators_version", "tie_word_embeddings", "bos_token_id", "eos_token_id")
@@ -41,13 +43,17 @@ def read(
     reader = ConfigReader(file_fields, label=LABEL, problems=problems, notes=notes)
     reader.ignore(("architectures", "model_type"))
     algorithm = reader.value(SPECULATORS_KEY)
-    if algorithm not in ("dflash", "dflash2", "eagle3"):
-        reader.refuse(SPECULATORS_KEY, expected='"dflash", "dflash2" or "eagle3"', hint=NOT_IMPLEMENTED)
+    if algorithm not in ("dflash", "dflash2", "dspark", "eagle3"):
+        reader.refuse(SPECULATORS_KEY, expected='"dflash", "dflash2", "dspark" or "eagle3"', hint=NOT_IMPLEMENTED)
     reader.require("quantization_config", hint="Quantized drafters cannot be read yet: use the unquantized drafter.")
     if algorithm == "eagle3":
         return _read_chain(reader, tensor_names)
-    hint = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
-    reader.require("sample_from_anchor", False, hint=hint)
+    heads = _read_heads(reader) if algorithm == "dspark" else {}
+    if algorithm != "dspark":
+        hint = (
+            "Drafting from the anchor slot is implemented for DSpark alone: use a drafter that drafts from mask slots."
+        )
+        reader.require("sample_from_anchor", False, hint=hint)
     _read_algorithm(reader, algorithm)
     layer = reader.optional_section("transformer_layer_config")
     if layer is None:
@@ -57,6 +63,7 @@ def read(
     layer_fields, sizes = _read_layer(layer, is_non_causal=is_non_causal)
     spec_fields = {
         **layer_fields,
+        **heads,
         "source_format": "speculators",
         "target_layer_ids": _read_target_layer_ids(reader),
         "target_hidden_size": reader.optional_integer("target_hidden_size") or sizes.hidden_size,
@@ -72,6 +79,15 @@ def read(
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
     reader.finish()
     return spec_fields
+
+
+def _read_heads(reader: ConfigReader) -> dict[str, Any]:
+    from_anchor = reader.optional_flag("sample_from_anchor")
+    if from_anchor is None:
+        reader.note("sample_from_anchor", "true, as in Speculators; vLLM reads such a file as false")
+    return read_heads(
+        reader, drafts_from_anchor=from_anchor is not False, default_rank=_DEFAULT_MARKOV_RANK, has_confidence=True
+    )
 
 
 def _read_chain(reader: ConfigReader, tensor_names: Collection[str]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def read(
     fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
     """Read the fields of a DraftSpec, in either schema."""
-    stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
+    stated = with_gpt_oss_defaults(merged(fields, problems), notes)
     reader = ConfigReader(stated, label=LABEL, problems=problems, notes=notes)
     is_second = reader.value("architectures") == [_SECOND]
     require_known_producer(reader)
@@ -108,7 +108,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
 
 
-def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Merge top-level keys with those in `dflash_config`: checkpoints have the same keys in either place."""
     nested = fields.get("dflash_config")
     top = {name: value for name, value in fields.items() if name != "dflash_config"}

@@ -9,6 +9,7 @@ from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
 from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, LayerSpec, TargetSpec, largest_window
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
+from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
@@ -28,13 +29,14 @@ class DraftSpec(DecoderSpec):
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
     `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
-    are DFlash2's additions; EAGLE-3 is a `chain`, which has no mask token. The target's embedding is scaled as in the
-    target, and by `input_embedding_scale`, except for a chain, which norms it; `logit_softcap` is as in TargetSpec.
+    are DFlash2's additions, `heads` are DSpark's; EAGLE-3 is a `chain`, which has no mask token. The target's embedding
+    is scaled as in the target, and by `input_embedding_scale`, except for a chain, which norms it; `logit_softcap` is
+    as in TargetSpec.
     """
 
     role: ClassVar[str] = "draft"
 
-    algorithm: Literal["dflash", "dflash2", "eagle3"] = "dflash"
+    algorithm: Literal["dflash", "dflash2", "dspark", "eagle3"] = "dflash"
     source_format: str
     target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=MAX_LAYERS)]
     target_hidden_size: Size
@@ -48,6 +50,7 @@ class DraftSpec(DecoderSpec):
     logit_softcap: Scale | None = None
     conv: BlockConv | None = None
     selector: CandidateSelector | None = None
+    heads: DSparkHeads | None = None
     chain: EagleChain | None = None
 
     @field_validator("mask_token_id")
@@ -71,6 +74,10 @@ class DraftSpec(DecoderSpec):
         is_second = self.algorithm == "dflash2"
         if is_second != (self.conv is not None) or is_second != (self.selector is not None):
             raise ValueError("conv and selector for algorithm dflash2, and for no other")
+        if (self.algorithm == "dspark") != (self.heads is not None):
+            raise ValueError("heads for algorithm dspark, and for no other")
+        if self.heads is not None and self.logit_softcap is not None:
+            raise ValueError("no logit_softcap for algorithm dspark")
         is_chain = self.algorithm == "eagle3"
         if is_chain != (self.chain is not None) or is_chain != (self.mask_token_id is None):
             raise ValueError("chain and no mask_token_id for algorithm eagle3, mask_token_id alone for others")
@@ -96,9 +103,19 @@ class DraftSpec(DecoderSpec):
         return min(_DRAFT_TOPK, self.draft_vocab_size or self.target_vocab_size)
 
     @property
+    def drafts_from_anchor(self) -> bool:
+        """True if slot 0, the anchor's, makes a draft, too."""
+        return self.heads is not None and self.heads.drafts_from_anchor
+
+    @property
+    def has_confidence(self) -> bool:
+        """True if its drafts come with estimates of their acceptance."""
+        return self.heads is not None and self.heads.has_confidence
+
+    @property
     def max_draft_len(self) -> int:
-        """K = draft_block_size - 1: slot 0 is the anchor."""
-        return self.draft_block_size - 1
+        """K: a draft for each slot of the block, but none for the anchor's unless `drafts_from_anchor`."""
+        return self.draft_block_size - (not self.drafts_from_anchor)
 
     def states(
         self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None, num_records: int = 1
@@ -135,7 +152,7 @@ class DraftSpec(DecoderSpec):
 
     def computed_slots(self, num_draft_tokens: int) -> int:
         """Slots of a request that these passes compute: a block, or pass j of a chain j slots."""
-        slots = self.num_passes(num_draft_tokens) * (num_draft_tokens + 1)
+        slots = self.num_passes(num_draft_tokens) * (num_draft_tokens + (not self.drafts_from_anchor))
         return slots if self.chain is None else slots // 2
 
     @property
@@ -173,6 +190,10 @@ class DraftSpec(DecoderSpec):
         table["draft.norm"] = WeightSpec(shape=(hidden,))
         if self.selector is not None:
             table |= self.selector.weights("draft.selector", hidden, self.target_vocab_size)
+        if self.heads is not None:
+            vocab_size = self.target_vocab_size
+            sizes = {"vocab_size": vocab_size, "draft_vocab_size": self.draft_vocab_size or vocab_size}
+            table |= self.heads.weights(hidden, **sizes)
         if self.has_own_embedding:
             table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
         if self.draft_vocab_size is not None:
