@@ -147,9 +147,9 @@ _WORDS: Mapping[str, str] = {
     "drafter dspark": r"dspark",
     "drafter eagle3": r"eagle3",
 }
-_OTHERS = re.compile(
-    "expert|hybrid|latent|gemma|llama4|delta|dflash2|dspark|eagle3|published"
-)  # files about one of them
+# Files about one of them; and imports from such a file, which say nothing about the file that has them.
+_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|dspark|eagle3|published")
+_IMPORTS = re.compile(r"^from tests\.\w+\.test_\w+ import", re.MULTILINE)
 # Where a back end's whole steps are compared with another's, or with transformers; and the names of tests there.
 _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "torch, CPU": (("parity/test_*.py",), r"def test_\w*_(of|that)_(transformers|dflash|the_reference|speculators)"),
@@ -180,7 +180,7 @@ def proofs(tests: Path) -> dict[str, dict[str, tuple[str, ...]]]:
 
 def _files(tests: Path, patterns: tuple[str, ...], has: str, words: str, *, is_dense: bool) -> Iterator[str]:
     for path in (path for pattern in patterns for path in sorted(tests.glob(pattern))):
-        text = path.read_text()
+        text = _IMPORTS.sub("", path.read_text())
         if re.search(words, text) and re.search(has, text) and not (is_dense and _OTHERS.search(path.stem)):
             yield path.relative_to(tests).as_posix()
 

@@ -2,7 +2,8 @@
 
 Drafters whose shape nobody has published are in ASSUMED, with what was taken from others of their family. Sources:
 the model cards; the configs in tests/data/drafter_configs; fixtures of other engines for the sizes of Qwen3.5-122B and
-397B; github.com/google/tunix PR 1570 for Gemma 4.
+397B; github.com/google/tunix PR 1570 for Gemma 4; github.com/deepseek-ai/DeepSpec for its DSpark drafters, tests of
+vllm.cpp and of modular/modular for Red Hat's.
 """
 
 import json
@@ -58,6 +59,7 @@ def _read(path: str) -> Config:
 _LLAMA_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _QWEN3_4B = _qwen3(2560, 9728, 36, tie_word_embeddings=True)
 _QWEN3_8B = _qwen3(4096, 12288, 36)
+_QWEN3_14B = _qwen3(5120, 17408, 40, num_attention_heads=40)
 _CODER = _qwen3(
     2048,
     6144,
@@ -257,6 +259,7 @@ TARGETS: dict[str, Config] = {
     "Qwen/Qwen3-4B": _QWEN3_4B,
     "Qwen/Qwen3-4B-FP8": _QWEN3_4B | {"quantization_config": _BLOCK_FP8 | {"modules_to_not_convert": ["lm_head"]}},
     "Qwen/Qwen3-8B": _QWEN3_8B,
+    "Qwen/Qwen3-14B": _QWEN3_14B,
     "nvidia/Qwen3-8B-FP8": _QWEN3_8B | {"quantization_config": _FP8},
     "nvidia/Qwen3-8B-NVFP4": _QWEN3_8B | {"quantization_config": _NVFP4},
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA,
@@ -294,6 +297,47 @@ def _windowed(target: Config, full: int, window: int, *, layers: int, taps: list
     mask = fields.pop("mask", 248077)
     made = _drafter(target | heads, layers=layers, block_size=fields.pop("block_size", 16), taps=taps, mask=mask)
     return made | slides | {"max_position_embeddings": 262144, "rope_theta": 1e7} | fields
+
+
+def _deepspec(target: Config, taps: list[int]) -> Config:
+    """DeepSpec's `build_draft_config`: the target's file with five layers and the keys of the heads."""
+    heads = {"markov_rank": 256, "markov_head_type": "vanilla"}
+    heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    return (
+        target
+        | heads
+        | {
+            "architectures": ["Qwen3DSparkModel"],
+            "num_hidden_layers": 5,
+            "num_target_layers": target["num_hidden_layers"],
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * 5,
+            "block_size": 7,
+            "mask_token_id": 151669,
+            "num_anchors": 512,
+            "target_layer_ids": taps,
+        }
+    )
+
+
+def _red_hat(layer: Config, taps: list[int], mask: int, *, from_anchor: bool) -> Config:
+    """Speculators' file, with windows in five layers."""
+    sliding = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048, "use_sliding_window": True}
+    shape = {"model_type": "qwen3", "num_hidden_layers": 5, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144}
+    return {
+        "speculators_model_type": "dspark",
+        "aux_hidden_state_layer_ids": taps,
+        "block_size": 8,
+        "draft_vocab_size": 32000,
+        "markov_head_type": "vanilla",
+        "markov_rank": 256,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "mask_token_id": mask,
+        "sample_from_anchor": from_anchor,
+        "sliding_window_non_causal": False,
+        "transformer_layer_config": shape | sliding | layer,
+    }
 
 
 _TAPS_36 = [1, 9, 17, 25, 33]
@@ -370,6 +414,37 @@ DRAFTERS: dict[str, Config] = {
         intermediate_size=6144,
         max_position_embeddings=262144,
     ),
+    "deepseek-ai/dspark_qwen3_4b_block7": _deepspec(_QWEN3_4B, _TAPS_36),
+    "deepseek-ai/dspark_qwen3_8b_block7": _deepspec(_QWEN3_8B, _TAPS_36),
+    "deepseek-ai/dspark_qwen3_14b_block7": _deepspec(_QWEN3_14B, [1, 10, 19, 28, 37]),
+    "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": _red_hat(
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "rope_theta": 1e7,
+            "vocab_size": 248320,
+        },
+        [2, 10, 20, 30, 37],
+        248077,
+        from_anchor=True,
+    ),
+    "RedHatAI/gemma-4-31B-it-speculator.dspark": _red_hat(
+        {
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "rope_theta": 1e4,
+            "vocab_size": 262144,
+        },
+        [1, 17, 29, 47, 58],
+        4,
+        from_anchor=False,
+    ),
     "z-lab/gemma-4-31B-it-DFlash": _GEMMA_DRAFTER,
     "z-lab/gemma-4-26B-A4B-it-DFlash": _GEMMA_DRAFTER
     | {"hidden_size": 2816, "intermediate_size": 5632, "num_attention_heads": 32, "num_target_layers": 30}
@@ -383,6 +458,7 @@ ASSUMED: dict[str, str] = {
     "z-lab/MiniMax-M2.7-DFlash": _OF_FAMILY,
     "z-lab/Qwen3.5-397B-A17B-DFlash": "its MLP and window",
     "z-lab/Qwen3.6-35B-A3B-DFlash": "its mask token",
+    "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": "its RoPE",
 }
 
 

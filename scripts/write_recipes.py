@@ -70,7 +70,7 @@ class Written:
 def written_recipes() -> list[Written]:
     """In the order of known_pairs.toml."""
     with tempfile.TemporaryDirectory() as directory:
-        pairs = [pair for pair in described_pairs() if pair.target.partition("/")[2] not in BY_HAND]
+        pairs = [pair for pair in described_pairs() if pair.is_default and pair.target.partition("/")[2] not in BY_HAND]
         return [
             recipe
             for pair in pairs

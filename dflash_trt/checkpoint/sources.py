@@ -71,7 +71,7 @@ def _with_known_drafter(config: BuildConfig, base_dir: Path, notes: list[str]) -
     if "drafter" in config.model_fields_set or target is None:
         return config
     known = pairs_of_target(target.repository)
-    usable = [pair for pair in known if pair.needs is None]
+    usable = [pair for pair in known if pair.needs is None and pair.is_default]
     if len(usable) == 1:
         notes.append(f"drafter: {usable[0].drafter}, the known one of {target.repository}")
         return config.model_copy(update={"drafter": usable[0].drafter})

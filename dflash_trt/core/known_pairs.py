@@ -19,12 +19,14 @@ _CACHED = "models--"  # the hub's cache keeps a repository in models--OWNER--NAM
 class KnownPair(Frozen):
     """A drafter and the targets it serves: the one it was trained for, then quantized copies of that.
 
-    `needs` is what this version cannot read yet. `reason` says why the pair has chat template options.
+    `needs` is what this version cannot read yet. `reason` says why the pair has chat template options. A build that
+    names no drafter takes that of the pair which `is_default`.
     """
 
     targets: tuple[str, ...] = Field(min_length=1)
     drafter: str
     needs: str | None = None
+    is_default: bool = True
     chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)
     reason: str = ""
     source: str

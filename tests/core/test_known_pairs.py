@@ -22,16 +22,23 @@ def test_the_table_names_every_drafter_once_and_its_source() -> None:
 
 def test_the_pairs_that_can_be_built_come_first() -> None:
     needs = [pair.needs for pair in known_pairs()]
-    assert needs[:22] == [None] * 22
-    assert None not in needs[22:]
+    assert needs[:27] == [None] * 27
+    assert None not in needs[27:]
     assert "Qwen/Qwen3-8B with z-lab/Qwen3-8B-DFlash-b16" in listed_pairs()
 
 
 def test_names_are_found_whatever_their_case() -> None:
-    (pair,) = pairs_of_target("qwen/qwen3-8B-fp8")
+    pair, other = pairs_of_target("qwen/qwen3-8B-fp8")
     assert pair == pair_of_drafter("z-lab/qwen3-8b-DFLASH-b16")
     assert pair.chat_template_options == {"enable_thinking": False}
+    assert (pair.is_default, other.is_default) == (True, False)
+    assert other == pair_of_drafter("deepseek-ai/DSPARK_qwen3_8b_block7")
     assert pairs_of_target("Qwen/Qwen3") == ()
+
+
+def test_a_target_has_one_default_drafter_among_those_that_this_version_reads() -> None:
+    for target in {pair.target for pair in known_pairs()}:
+        assert sum(pair.is_default for pair in pairs_of_target(target)) == 1
 
 
 @pytest.mark.parametrize(
