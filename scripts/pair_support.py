@@ -146,9 +146,10 @@ _WORDS: Mapping[str, str] = {
     "drafter dflash2": r"dflash2",
     "drafter dspark": r"dspark",
     "drafter eagle3": r"eagle3",
+    "drafter mtp": r"mtp_files",
 }
 # Files about one of them; and imports from such a file, which say nothing about the file that has them.
-_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|dspark|eagle3|published")
+_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|dspark|eagle3|mtp|published")
 _IMPORTS = re.compile(r"^from tests\.\w+\.test_\w+ import", re.MULTILINE)
 # Where a back end's whole steps are compared with another's, or with transformers; and the names of tests there.
 _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {

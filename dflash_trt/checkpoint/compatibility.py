@@ -27,12 +27,12 @@ def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
 
 
 def compatibility_notes(target: TargetSpec, draft: DraftSpec) -> list[str]:
-    """Notes about ambiguities: a tap on the last layer has two readings.
+    """Notes about ambiguities: a tap on the last layer has two readings, except in an MTP head.
 
     vLLM and SGLang serve drafters on the layer's output, on which Speculators also trains; transformers' hidden_states,
     which z-lab's reference code reads, have it after the final norm.
     """
-    if target.num_layers - 1 not in draft.target_layer_ids:
+    if draft.mtp is not None or target.num_layers - 1 not in draft.target_layer_ids:
         return []
     return [
         f"the drafter's tap on the target's last layer, {target.num_layers - 1}, is read before the final norm, as "

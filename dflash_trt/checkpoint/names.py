@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from dflash_trt.checkpoint.drafters.base import draft_formats
-from dflash_trt.checkpoint.families.base import MixerNames, all_families
+from dflash_trt.checkpoint.families.base import Family, MixerNames, MtpTensors, all_families
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, plus_one
 from dflash_trt.core.model.decoder import TargetSpec, is_offset_norm
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.dspark import DSparkHeads
-from dflash_trt.core.model.feed_forward import Dense
+from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 
@@ -79,11 +79,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
         mixer_names = {**_MIXER_NAMES, **family.mixer_names}[layer.mixer.kind]
         table |= _norm_names(canonical, foreign) | mixer_names(canonical, foreign, layer.mixer, spec.hidden_size)
-        if isinstance(layer.feed_forward, Dense):
-            table |= _mlp_names(canonical, foreign, has_bias=layer.feed_forward.has_bias)
-        else:
-            assert family.expert_names is not None, f"{spec.family} names no experts"
-            table |= family.expert_names(canonical, foreign, layer.feed_forward, stored_names)
+        table |= _feed_forward_names(canonical, foreign, layer.feed_forward, family, stored_names)
         if family.layer_names is not None:
             table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
     table["target.norm"] = one(f"{model}norm.weight")
@@ -139,6 +135,30 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
     return table
 
 
+def mtp_names(
+    spec: DraftSpec, target: TargetSpec, head: MtpTensors, stored_names: Collection[str] = ()
+) -> ForeignTable:
+    """Canonical `draft.*` -> tensors of an MTP head in the target's checkpoint."""
+    [layer], [gqa], canonical = spec.layers, spec.attentions, "draft.layers.0"
+    family = all_families()[target.family]
+    modules = {
+        "fc": head.fc,
+        "context_norm": head.feature_norm,
+        "embedding_norm": head.embedding_norm,
+        "norm": head.norm,
+    }
+    table: ForeignTable = {f"draft.{name}": one(f"{module}.weight") for name, module in modules.items()}
+    table["draft.kv"] = _all_kv([head.layer], "weight")
+    if gqa.has_qkv_bias:
+        table["draft.kv_bias"] = _all_kv([head.layer], "bias")
+    table |= _norm_names(canonical, head.layer)
+    table |= _attention_names(canonical, head.layer, gqa, spec.hidden_size, letters="q")
+    table |= _feed_forward_names(canonical, head.layer, layer.feed_forward, family, stored_names)
+    if target.has_offset_norms:
+        table |= {name: plus_one(*names.parts) for name, names in table.items() if is_offset_norm(name)}
+    return table
+
+
 def is_ignorable_in_target(spec: TargetSpec, name: str) -> bool:
     """True for a tensor that follows from the config, is tied to another one, or is left out by the family."""
     family = all_families()[spec.family]
@@ -150,6 +170,11 @@ def is_ignorable_in_target(spec: TargetSpec, name: str) -> bool:
 def is_ignorable_in_drafter(spec: DraftSpec, name: str) -> bool:
     """True for a tensor that follows from the config, or is for training only."""
     return _is_frequencies(name) or name in draft_formats()[spec.source_format].ignorable_tensors
+
+
+def is_ignorable_beside_mtp(head: MtpTensors, name: str) -> bool:
+    """True for a tensor of the target, or a copy of one in its MTP head."""
+    return not name.startswith(head.prefix) or name.startswith(tuple(f"{module}." for module in head.shared))
 
 
 def _is_frequencies(name: str) -> bool:
@@ -216,6 +241,15 @@ def _latent_names(canonical: str, foreign: str, mixer: Mla, hidden_size: int) ->
 
 # Kinds whose names most families share; others are in `Family.mixer_names`.
 _MIXER_NAMES: dict[str, MixerNames] = {"gqa": _attention_names, "mla": _latent_names}
+
+
+def _feed_forward_names(
+    canonical: str, foreign: str, feed_forward: Dense | Moe, family: Family, stored_names: Collection[str]
+) -> ForeignTable:
+    if isinstance(feed_forward, Dense):
+        return _mlp_names(canonical, foreign, has_bias=feed_forward.has_bias)
+    assert family.expert_names is not None, "the family names no experts"
+    return family.expert_names(canonical, foreign, feed_forward, stored_names)
 
 
 def _mlp_names(canonical: str, foreign: str, *, has_bias: bool) -> ForeignTable:

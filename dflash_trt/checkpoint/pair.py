@@ -3,7 +3,7 @@
 Checks configs, tensor headers, names and shapes, then one model against the other, and raises all problems at once.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +14,19 @@ import torch
 
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
+from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
-from dflash_trt.checkpoint.names import draft_names, is_ignorable_in_drafter, is_ignorable_in_target, target_names
-from dflash_trt.checkpoint.producers.base import description_files, read_scheme
+from dflash_trt.checkpoint.mtp import is_mtp, mtp_tensors, parse_mtp
+from dflash_trt.checkpoint.names import (
+    draft_names,
+    is_ignorable_beside_mtp,
+    is_ignorable_in_drafter,
+    is_ignorable_in_target,
+    model_prefix,
+    mtp_names,
+    target_names,
+)
+from dflash_trt.checkpoint.producers.base import Scheme, description_files, read_scheme
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, format_notes, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.specs import PairSpecs, pair_heading, read_specs, refuse_missing
@@ -73,6 +83,8 @@ def open_pair(
 ) -> CheckpointPair:
     """Check a pair's configs and tensor headers. `drafter_overrides` replace keys of its config.json.
 
+    With the target's own directory as `drafter`, that is its MTP head.
+
     Raises:
         ConfigError: a config is wrong or the two do not fit; lists the tensor problems too.
         CheckpointError: only files, tensors or tokenizers are wrong.
@@ -81,10 +93,14 @@ def open_pair(
     config_problems: list[str] = []
     tensor_problems: list[str] = []
     notes: list[str] = []
-    target_side = _open_target(target, config_problems, tensor_problems, notes)
+    overrides = drafter_overrides or {}
+    stored = scan_tensors(target, label="target", problems=tensor_problems)
+    drafts_itself = is_mtp(target, drafter)
+    target_side = _open_target(target, stored, config_problems, tensor_problems, notes, drafts_itself=drafts_itself)
     draft_side: _Side[DraftSpec] = _ABSENT
-    if drafter is not None:
-        overrides = drafter_overrides or {}
+    if drafts_itself and target_side.spec is not None:
+        draft_side = _open_mtp(target, overrides, target_side.spec, stored, config_problems, tensor_problems)
+    elif drafter is not None and not drafts_itself:
         draft_side = _open_drafter(drafter, overrides, target_side.spec, config_problems, tensor_problems, notes)
         check_tokenizers(target, drafter, tensor_problems)
     target_spec, draft_spec = target_side.spec, draft_side.spec
@@ -101,7 +117,7 @@ def open_pair(
         target=target_spec,
         draft=draft_spec,
         table={name: spec for side in sides for name, spec in side.table.items()},
-        source_files=tuple(path for side in sides for path in side.files),
+        source_files=tuple(dict.fromkeys(path for side in sides for path in side.files)),
         tokenizer_files=tokenizer_files(target),
         quantization=_stored_quantization(sides),
         notes=tuple(notes),
@@ -147,20 +163,26 @@ _ABSENT: _Side[Any] = _Side(spec=None, table={}, sources={}, files=())
 
 
 def _open_target(
-    directory: Path, config_problems: list[str], tensor_problems: list[str], notes: list[str]
+    directory: Path,
+    stored: StoredTensors,
+    config_problems: list[str],
+    tensor_problems: list[str],
+    notes: list[str],
+    *,
+    drafts_itself: bool,
 ) -> _Side[TargetSpec]:
-    stored = scan_tensors(directory, label="target", problems=tensor_problems)
-    spec = parse_target(directory, config_problems, notes=notes)
+    names = _all_names(stored)
+    spec = parse_target(directory, config_problems, notes=notes, tensor_names=names, drafts_itself=drafts_itself)
     scheme = read_scheme(directory, label="target", problems=config_problems)
     if spec is None:
         return _ABSENT
     spec = resolve_tied_head(spec, stored, notes)
     table = spec.weights()
-    names = target_names(spec, _all_names(stored))
+    foreign = target_names(spec, names)
     kv_scales, rest = resolve_kv_scales(spec, stored, scheme, label="target", problems=tensor_problems)
-    quantized, rest = resolve_quantized(table, names, rest, scheme, label="target", problems=tensor_problems)
+    quantized, rest = resolve_quantized(table, foreign, rest, scheme, label="target", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
-    plain_names = {name: names[name] for name in plain}
+    plain_names = {name: foreign[name] for name in plain}
     may_ignore = partial(is_ignorable_in_target, spec)
     sources = resolve_sources(plain, plain_names, rest, may_ignore, label="target", problems=tensor_problems)
     files = _source_files(directory, stored)
@@ -187,17 +209,56 @@ def _open_drafter(
     )
     if spec is None:
         return _ABSENT
-    table = spec.weights()
-    names = draft_names(spec, _all_names(stored))
-    num_problems = len(tensor_problems)
-    quantized, rest = resolve_quantized(table, names, stored, scheme, label="drafter", problems=tensor_problems)
-    plain = {name: weight for name, weight in table.items() if name not in quantized}
-    plain_names = {name: names[name] for name in plain}
-    may_ignore = partial(is_ignorable_in_drafter, spec)
-    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="drafter", problems=tensor_problems)
+    names, num_problems = draft_names(spec, _all_names(stored)), len(tensor_problems)
+    side = _located(
+        spec,
+        names,
+        stored,
+        scheme,
+        partial(is_ignorable_in_drafter, spec),
+        _source_files(directory, stored),
+        tensor_problems,
+    )
     if len(tensor_problems) == num_problems:
         check_draft_vocabulary(spec, stored, tensor_problems)
-    return _Side(spec=spec, table=table, sources=sources, quantized=quantized, files=_source_files(directory, stored))
+    return side
+
+
+def _open_mtp(
+    directory: Path,
+    overrides: AbcMapping[str, Any],
+    target: TargetSpec,
+    stored: StoredTensors,
+    config_problems: list[str],
+    tensor_problems: list[str],
+) -> _Side[DraftSpec]:
+    """The head in the target's own checkpoint, whose files are the target's."""
+    names = _all_names(stored)
+    head = mtp_tensors(target, model_prefix(names))
+    spec = parse_mtp(directory, target, head, names, config_problems, overrides=overrides)
+    if spec is None or head is None:
+        return _ABSENT
+    scheme = read_scheme(directory, label="target", problems=[])  # the target's side has reported its problems
+    may_ignore = partial(is_ignorable_beside_mtp, head)
+    return _located(spec, mtp_names(spec, target, head, names), stored, scheme, may_ignore, (), tensor_problems)
+
+
+def _located(
+    spec: DraftSpec,
+    names: ForeignTable,
+    stored: StoredTensors,
+    scheme: Scheme | None,
+    may_ignore: Callable[[str], bool],
+    files: tuple[Path, ...],
+    problems: list[str],
+) -> _Side[DraftSpec]:
+    """A drafter with the places of its tensors."""
+    table = spec.weights()
+    quantized, rest = resolve_quantized(table, names, stored, scheme, label="drafter", problems=problems)
+    plain = {name: weight for name, weight in table.items() if name not in quantized}
+    plain_names = {name: names[name] for name in plain}
+    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="drafter", problems=problems)
+    return _Side(spec=spec, table=table, sources=sources, quantized=quantized, files=files)
 
 
 def _stored_quantization(sides: Sequence[_Side[Any]]) -> QuantizationSpec:

@@ -19,7 +19,7 @@ from dflash_trt.formats.registry import weight_format
 
 _EXPORT_AGAIN = "Export the checkpoint again."
 _OTHER_FORMAT = "Export it in FP8 without blocks, or in NVFP4."
-OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which producers leave out without a word
+OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate", ".fc")  # which producers leave out without a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

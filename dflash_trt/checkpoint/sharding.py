@@ -1,6 +1,6 @@
 """Sharding of tensors: arithmetic on a WeightSpec and a Mapping."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -9,6 +9,7 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import WeightSpec, segment_specs, segments_of
 
 
@@ -80,12 +81,12 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
             expected = f"a divisor {'or a multiple ' if may_copy else ''}of {name} {length}"
             hint = "Choose another tp_size: padding is not implemented."
             problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), hint=hint))
-    problems += _expert_problems(target, mapping)
+    problems += _expert_problems((*target.moes, *(draft.moes if draft else ())), mapping)
     return problems
 
 
-def _expert_problems(target: TargetSpec, mapping: Mapping) -> Iterator[str]:
-    for moe in dict.fromkeys(target.moes):
+def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:
+    for moe in dict.fromkeys(moes):
         if moe.num_experts % mapping.ep_size:
             expected, found = f"a divisor of num_experts {moe.num_experts}", str(mapping.ep_size)
             yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")

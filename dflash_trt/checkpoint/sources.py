@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_trt.checkpoint.hub import HubCheckpoint, download_description, download_tensors
 from dflash_trt.checkpoint.specs import read_specs
-from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.config import MTP, BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.hub_name import HubName, HubSource
 from dflash_trt.core.known_pairs import listed_pairs, pair_of_drafter, pairs_of_target
@@ -19,7 +19,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSources:
-    """`config` names the drafter that was chosen. `paths`, `hub` (only of downloads) are by role."""
+    """`config` names the drafter that was chosen. `paths`, `hub` (only of downloads) are by role.
+
+    The path of the drafter `mtp` is the target's.
+    """
 
     config: BuildConfig
     paths: Mapping[str, Path]
@@ -40,7 +43,8 @@ def find_checkpoints(
     """
     notes: list[str] = []
     config = _with_known_drafter(config, base_dir, notes)
-    roles = {role: name for role, name in (("target", config.target), ("drafter", config.drafter)) if name is not None}
+    named = {"target": config.target, "drafter": None if config.drafter == MTP else config.drafter}
+    roles = {role: name for role, name in named.items() if name is not None}
     names = {role: found for role, name in roles.items() if (found := hub_name(name, base_dir)) is not None}
     _check_known_pair(names, notes)
     downloads: dict[str, HubCheckpoint] = {}
@@ -48,6 +52,8 @@ def find_checkpoints(
         say(f"{role}: {repository} from the Hugging Face hub")
         downloads[role] = download_description(repository, role=role)
     paths = {role: downloads[role].path if role in downloads else base_dir / name for role, name in roles.items()}
+    if config.drafter == MTP:
+        paths["drafter"] = paths["target"]
     for role, name in roles.items():
         if role not in names and HubName.parse(name) is not None and paths[role].is_dir():
             notes.append(f"{role}: the directory {paths[role].resolve()}, not the repository of that name on the hub")
@@ -77,7 +83,8 @@ def _with_known_drafter(config: BuildConfig, base_dir: Path, notes: list[str]) -
         return config.model_copy(update={"drafter": usable[0].drafter})
     found = "; ".join(f"{pair.drafter}, which needs {pair.needs}" for pair in known if pair.needs is not None)
     found = f"several: {', '.join(pair.drafter for pair in usable)}" if usable else found or "none"
-    hint = f"Pass --drafter NAME, or --drafter none for autoregressive decoding. Known pairs: {listed_pairs()}."
+    choices = "--drafter NAME, --drafter mtp for the checkpoint's own MTP head, or --drafter none for none"
+    hint = f"Pass {choices}. Known pairs: {listed_pairs()}."
     expected = "one known drafter that this version reads"
     raise ConfigError.about(f"target {target.repository}", expected=expected, found=found, hint=hint)
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.checkpoint.mtp import is_mtp, mtp_tensors, parse_mtp
 from dflash_trt.checkpoint.mxfp4_config import has_mxfp4
-from dflash_trt.checkpoint.names import draft_names, target_names
+from dflash_trt.checkpoint.names import draft_names, model_prefix, mtp_names, target_names
 from dflash_trt.checkpoint.producers.base import Scheme, read_scheme
 from dflash_trt.checkpoint.quantized_weights import OFTEN_UNQUANTIZED, format_notes
 from dflash_trt.checkpoint.target_config import parse_target
@@ -64,18 +65,20 @@ def read_specs(
     notes: list[str] = ["only config.json files were read: names and shapes of tensors are not checked"]
     directories = {"target": target} | ({} if drafter is None else {"drafter": drafter})
     refuse_missing(directories)
-    target_spec = parse_target(target, problems, notes=notes)
+    drafts_itself = is_mtp(target, drafter)
+    if drafts_itself:
+        directories.pop("drafter")
+    target_spec = parse_target(target, problems, notes=notes, drafts_itself=drafts_itself)
     stored = {label: read_scheme(directory, label=label, problems=problems) for label, directory in directories.items()}
-    draft_spec = None
-    if drafter is not None:
-        draft_spec = parse_draft(
-            drafter,
-            (),
-            problems,
-            notes=notes,
-            overrides=drafter_overrides or {},
-            num_target_layers=None if target_spec is None else target_spec.num_layers,
-        )
+    draft_spec, overrides = None, drafter_overrides or {}
+    own_names: ForeignTable | None = None
+    if drafts_itself and target_spec is not None:
+        head = mtp_tensors(target_spec, model_prefix(()))
+        draft_spec = parse_mtp(target, target_spec, head, (), problems, overrides=overrides)
+        own_names = mtp_names(draft_spec, target_spec, head) if draft_spec is not None and head is not None else None
+    elif drafter is not None and not drafts_itself:
+        num_layers = None if target_spec is None else target_spec.num_layers
+        draft_spec = parse_draft(drafter, (), problems, notes=notes, overrides=overrides, num_target_layers=num_layers)
     if target_spec is not None and draft_spec is not None:
         problems += compatibility_problems(target_spec, draft_spec)
         notes += compatibility_notes(target_spec, draft_spec)
@@ -87,7 +90,9 @@ def read_specs(
         linears |= {name: "mxfp4" for name, foreign in names.items() if foreign.layout and foreign.layout.is_mxfp4}
     notes += format_notes(linears.values(), "target")
     if draft_spec is not None:
-        of_drafter = dict(_formats(draft_spec.weights(), draft_names(draft_spec, ()), stored["drafter"]))
+        names = draft_names(draft_spec, ()) if own_names is None else own_names
+        scheme = stored["target" if drafts_itself else "drafter"]
+        of_drafter = dict(_formats(draft_spec.weights(), names, scheme))
         notes += format_notes(of_drafter.values(), "drafter")
         linears |= of_drafter
     has_fp8_kv = stored["target"] is not None and stored["target"].has_fp8_kv

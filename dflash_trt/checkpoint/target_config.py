@@ -3,14 +3,14 @@
 Knows the keys that all families share; `families/` knows the others. Refuses other architectures and unknown keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.drafters.base import draft_formats
-from dflash_trt.checkpoint.families.base import all_families, family_of
+from dflash_trt.checkpoint.families.base import Family, all_families, family_of
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, MTP_KEYS, VISION_KEYS
 from dflash_trt.checkpoint.missing_families import missing_feature
 from dflash_trt.checkpoint.producers.base import require_known_producer
@@ -20,8 +20,19 @@ from dflash_trt.core.model.decoder import TargetSpec
 _LABEL = "target config.json"
 
 
-def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> TargetSpec | None:
-    """Read the spec of the target in `directory`; None if `problems` has grown. `notes` get assumptions."""
+def parse_target(
+    directory: Path,
+    problems: list[str],
+    *,
+    notes: list[str],
+    tensor_names: Collection[str] = (),
+    drafts_itself: bool = False,
+) -> TargetSpec | None:
+    """Read the spec of the target in `directory`; None if `problems` has grown. `notes` get assumptions.
+
+    They also say what the engine omits: an MTP head of the config or among `tensor_names`, unless the target
+    `drafts_itself` with it.
+    """
     num_problems = len(problems)
     fields = read_json_object(directory / "config.json", label=_LABEL, problems=problems)
     if fields is None:
@@ -43,7 +54,7 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     for each in dict.fromkeys((reader, model)):
         each.ignore(HARMLESS_KEYS)
         each.finish()
-    notes += _left_out(fields)
+    notes += _left_out(fields, None if drafts_itself else all_families()[family], tensor_names)
     if len(problems) > num_problems:
         return None
     return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
@@ -87,14 +98,19 @@ def _language_model(reader: ConfigReader) -> ConfigReader:
     return section
 
 
-def _left_out(fields: dict[str, Any]) -> list[str]:
-    """One line on the parts of a published model that an engine omits, or nothing."""
+def _left_out(fields: dict[str, Any], drafting: Family | None, tensor_names: Collection[str]) -> list[str]:
+    """One line on the parts of a published model that an engine omits, or nothing. `drafting` layers may be some."""
     nested = fields.get("text_config")
     model = nested if isinstance(nested, dict) else fields
-    drafting = [f"{name} {shown(model[name])}" for name in MTP_KEYS if model.get(name)]
-    parts = ["images, video and audio"] * (model is nested)
-    parts += [f"its own drafting layers ({', '.join(drafting)})"] if drafting else []
-    return [f"{_LABEL}: the engine runs the language model without {' and '.join(parts)}"] if parts else []
+    parts, hint = ["images, video and audio"] * (model is nested), ""
+    if drafting is not None:
+        found = [f"{name} {shown(model[name])}" for name in MTP_KEYS if model.get(name)]
+        head = drafting.mtp
+        if head is not None and not found and f"{head.fc}.weight" in tensor_names:
+            found = [f"{head.prefix}*"]
+        parts += [f"its own drafting layers ({', '.join(found)})"] if found else []
+        hint = "; --drafter mtp drafts with them" if found and head is not None else ""
+    return [f"{_LABEL}: the engine runs the language model without {' and '.join(parts)}{hint}"] if parts else []
 
 
 def _is_embedding_tied(*readers: ConfigReader) -> bool:

@@ -15,7 +15,7 @@ from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table
 from dflash_trt.cli.recipes import config_path
 from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.core.chat_template_options import options_from_words
-from dflash_trt.core.config import Backend, BuildConfig, CollectiveMode, build_config_from
+from dflash_trt.core.config import MTP, Backend, BuildConfig, CollectiveMode, build_config_from
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.hub_name import HubName
@@ -58,8 +58,9 @@ class _BuildCommand(click.Command):
 )
 @click.option(
     "--drafter",
-    metavar="NAME|DIR|none",
-    help="Its DFlash drafter (default: the known one for a name, none for a directory); none: autoregressive decoding.",
+    metavar="NAME|DIR|mtp|none",
+    help="Its drafter (default: the known one for a name, none for a directory); mtp: the MTP head of the target's own "
+    "checkpoint; none: autoregressive decoding.",
 )
 @click.option(
     "--drafter-override",
@@ -200,7 +201,7 @@ def merged_config(given_file: str | None, flags: dict[str, Any]) -> tuple[BuildC
     assert given.keys() <= set(_FIELDS)
     if given_file is None:
         if "target" not in given:
-            hint = "Pass CONFIG.yaml, a recipe's name, or --target NAME|DIR (and --drafter NAME|DIR)."
+            hint = "Pass CONFIG.yaml, a recipe's name, or --target NAME|DIR (and --drafter NAME|DIR|mtp)."
             raise ConfigError.about("build", expected="a configuration", found="none", hint=hint)
         given |= {"quantization": with_flags(None, chosen)} if chosen else {}
         given |= {name: value for name, value in mappings.items() if value}
@@ -208,7 +209,7 @@ def merged_config(given_file: str | None, flags: dict[str, Any]) -> tuple[BuildC
     config_file = config_path(given_file)
     for name in ("target", "drafter", "plugin_library"):
         is_hub_name = name != "plugin_library" and HubName.parse(given.get(name, "")) is not None
-        if name in given and given[name] != "none" and (Path(given[name]).exists() or not is_hub_name):
+        if name in given and given[name] not in ("none", MTP) and (Path(given[name]).exists() or not is_hub_name):
             given[name] = str(Path(given[name]).absolute())
     fields = read_yaml(config_file)
     if chosen:

@@ -192,6 +192,9 @@ def models_table(report: dict[str, Any]) -> "Table":
             table.add_row(name, *map(_each_once, found))
     for name, words in _target_features(report["target"]).items():
         table.add_row(name, words, *(["none"] if report["draft"] else []))
+    experts = [_expert_words(model) for model in models]
+    if any(experts):
+        table.add_row("experts", *(words or "none" for words in experts))
     table.add_row("vocabulary", *map(str, vocab_sizes))
     ropes = [[mixer["rope"] for mixer in _parts(model, "mixer", "rope")] for model in models]
     table.add_row("rope", *(_each_once(map(_rope_words, of_model)) for of_model in ropes))
@@ -211,7 +214,6 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
     """Rows that only some targets have."""
     rows = {}
     mixers = [layer["mixer"] for layer in target["layers"]]
-    experts = [layer["feed_forward"] for layer in target["layers"] if layer["feed_forward"]["kind"] == "moe"]
     windows = [mixer["mask"]["window"] for mixer in _parts(target, "mixer", "mask")]
     delta_nets = [mixer for mixer in mixers if mixer["kind"] == "gated_delta"]
     latents = [mixer for mixer in mixers if mixer["kind"] == "mla"]
@@ -223,17 +225,22 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
         rows["  bytes of state per request"] = f"{target['state_bytes_per_request']:,}"
     if latents:
         rows["latent attention"] = f"{latents[0]['latent_dim']} + {latents[0]['rope_dim']} features a token"
-    if experts:
-        moe = experts[0]
-        rows["experts"] = (
-            f"{moe['num_experts']} of {moe['intermediate_size']} features, {moe['num_experts_per_token']} per token, "
-            f"in {len(experts)} of {target['num_layers']} layers"
-        )
     for window in sorted({window for window in windows if window is not None}):
         rows[f"window of {window} tokens"] = f"{windows.count(window)} of {target['num_layers']} layers"
     if any(mixer["has_sinks"] for mixer in _parts(target, "mixer", "has_sinks")):
         rows["attention sinks"] = "one per head"
     return rows
+
+
+def _expert_words(model: dict[str, Any]) -> str | None:
+    experts = [layer["feed_forward"] for layer in model["layers"] if layer["feed_forward"]["kind"] == "moe"]
+    if not experts:
+        return None
+    moe = experts[0]
+    return (
+        f"{moe['num_experts']} of {moe['intermediate_size']} features, {moe['num_experts_per_token']} per token, "
+        f"in {len(experts)} of {model['num_layers']} layers"
+    )
 
 
 def _draft_table(draft: dict[str, Any]) -> "Table":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 _LAYOUT = re.compile(r"tp(\d+)(?:ep(\d+))?(?:x(\d+))?")
-_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3"}
+_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": "MTP"}
 _POSITIVE = click.IntRange(min=1)
 _SPEED = click.FloatRange(min=0, min_open=True)
 

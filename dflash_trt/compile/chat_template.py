@@ -56,7 +56,7 @@ def chat_template_settings(
 
 
 def _sources(config: BuildConfig, drafter: Path | None) -> Iterator[tuple[Mapping[str, Any], str]]:
-    if drafter is not None:
+    if drafter is not None and config.drafter_checkpoint != config.target:
         known = _known_pair(config, drafter)
         if known is not None:
             yield known.chat_template_options, f"for {known.drafter}: {known.reason}"

@@ -32,9 +32,10 @@ def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
         draft_kinds = layer_kinds(config.draft, linears)
         kept = sorted(set(target_kinds))
         taps = tuple(kept.index(target_kinds[layer_id]) for layer_id in config.draft.target_layer_ids)
+        chosen = _chosen(config.draft, draft_kinds)
         draft = config.draft.model_copy(
             update={
-                "layers": _chosen(config.draft, draft_kinds),
+                "layers": tuple(with_few_experts(layer, config.mapping.ep_size) for layer in chosen),
                 "target_layer_ids": taps,
                 "num_target_layers": len(kept),
             }

@@ -1,7 +1,7 @@
 """The build configuration, as `dflash-trt build CONFIG.yaml` reads it."""
 
 from collections.abc import Mapping as AbcMapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -17,14 +17,17 @@ from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 Backend = Literal["torch", "tensorrt", "tensorrt_llm"]
 CollectiveMode = Literal["native", "plugin"]
 
+MTP: Final = "mtp"  # the drafter that is the target's own MTP head
+
 
 class BuildConfig(Frozen):
     """One engine to build. Limits have TensorRT-LLM's names; paths are relative to the YAML file.
 
     Checkpoints are directories, or names on the Hugging Face hub (OWNER/NAME or OWNER/NAME@REVISION). A name has its
     known drafter by default, a directory none; without one (`drafter: none`) the engine decodes autoregressively.
-    `max_seq_len` and `max_draft_len` default to the maximum that the checkpoints allow. `drafter_overrides` replace
-    keys of the drafter's config.json, `chat_template_options` those that the drafter is known to need.
+    `drafter: mtp` is the MTP head in the target's own checkpoint. `max_seq_len` and `max_draft_len` default to the
+    maximum that the checkpoints allow. `drafter_overrides` replace keys of the drafter's config.json,
+    `chat_template_options` those that the drafter is known to need.
     """
 
     target: str
@@ -80,6 +83,11 @@ class BuildConfig(Frozen):
     def mapping(self) -> Mapping:
         """That of rank 0."""
         return Mapping(world_size=self.tp_size, tp_size=self.tp_size, ep_size=self.ep_size)
+
+    @property
+    def drafter_checkpoint(self) -> str | None:
+        """The checkpoint with the drafter's tensors: for an MTP head the target's."""
+        return self.target if self.drafter == MTP else self.drafter
 
 
 def build_config_from(fields: AbcMapping[str, Any], *, source: str) -> BuildConfig:

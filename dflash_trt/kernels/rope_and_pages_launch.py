@@ -91,7 +91,11 @@ def rotate_and_store(
     limits: Tensor | None = None,  # int32 [R]: rows at positions >= limit leave the pages alone
     q_out: Tensor | None = None,  # F [T, heads, D]
 ) -> Tensor | None:
-    """Norm and rotate q and k, norm v; return q, dense, and write k and v at their positions."""
+    """Norm and rotate q and k, norm v; return q, dense, and write k and v at their positions.
+
+    Without q, the rotation's q_norm is not read.
+    """
+    rotation = rotation if q is not None else replace(rotation, q_norm=rotation.k_norm)
     _check_rows(q, k, v, positions, rotation)
     num_requests = len(requests.page_table)
     check_pages(pages, dtype=k.dtype, head_dim=k.shape[2], scales=(k_scale, v_scale))
@@ -159,7 +163,7 @@ def store_draft_context(
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
     inv_freq = rotation.inv_freq
-    assert inv_freq is not None, "DFlash drafters rotate their keys"
+    assert inv_freq is not None, "drafters rotate their keys"
     check_tensor("inv_freq", inv_freq, dtype=torch.float32, shape=[head_dim // 2])
     if layers.k_norms is not None:
         check_tensor("k_norms", layers.k_norms, dtype=kv.dtype, shape=[num_layers, head_dim])

@@ -151,7 +151,9 @@ def activations_bytes(
     phases = [num_tokens * layer * num_bytes, logits * num_bytes + scores_bytes]
     if draft is not None:
         kv_size = sum(gqa.shard(mapping).kv_size for gqa in draft.attentions)
-        fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
+        # An MTP head has the features of two positions, and embeddings and features normed and joined.
+        fused = len(draft.target_layer_ids) * draft.target_hidden_size if draft.mtp is None else 4 * draft.hidden_size
+        fused += 2 * draft.hidden_size
         phases.append(num_tokens * (2 * target.hidden_size + fused + 2 * kv_size) * num_bytes)
         of_layer = max(layer_features(x, draft.hidden_size, config, rows) for x in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)

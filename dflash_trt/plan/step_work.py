@@ -159,7 +159,8 @@ class EngineWork:
         }
         vocab_size = self._config.target.vocab_size
         draft_vocab_size = vocab_size if draft is None else draft.draft_vocab_size or vocab_size
-        draft_rows = num_requests if draft is not None and draft.chain is not None else num_requests * computed_slots
+        is_chain = draft is not None and draft.drafts_one_by_one
+        draft_rows = num_requests if is_chain else num_requests * computed_slots
         layers = self._config.target.num_layers + (num_passes * draft.num_layers if draft is not None else 0)
         moved = num_tokens * self._features[0]
         if draft is not None:
@@ -238,16 +239,16 @@ class EngineWork:
         whole = engine_weights(config.target, config.draft, config.quantization)
         table = {name: rank_shard(spec, config.mapping) for name, spec in whole.items()}
         sizes = _bytes_by_weight(config, table)
-        experts = _experts_of(config.target)
+        experts = {name: moe for decoder in self._decoders() for name, moe in _experts_of(decoder).items()}
         for name, spec in table.items():
             if name.endswith((".embedding", "lm_head")) or spec.is_integer:
                 continue
+            moe = experts.get(name.rpartition(".")[0]) if spec.num_experts else None
             if not name.startswith("draft."):
-                moe = experts.get(name.rpartition(".")[0]) if spec.num_experts else None
                 self._add(name, _TOKENS, spec, sizes[name], moe=moe)
             elif self._draft is not None:
                 for rows in _draft_rows(name, self._draft):
-                    self._add(name, rows, spec, sizes[name])
+                    self._add(name, rows, spec, sizes[name], moe=moe)
         heads = [("target.lm_head", _LOGITS)] + ([("draft.lm_head", _DRAFTS)] if self._draft is not None else [])
         for name, rows in heads:
             name = next((known for known in (name, "target.lm_head") if known in table), "target.embedding")
@@ -274,11 +275,14 @@ class EngineWork:
 
 
 def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
-    """A chain uses its layer for each draft, its MLP and norm on a row of each request."""
-    is_of_context = name.startswith(("draft.fc", "draft.context_norm"))
-    if is_of_context or name == "draft.kv":
+    """A chain uses its layer for each draft, its feed-forward and norm on a row of each request.
+
+    An MTP head projects the rows of its layer's input, whether of the context or of a draft.
+    """
+    is_of_input = name.startswith(("draft.fc", "draft.context_norm", "draft.embedding_norm"))
+    if is_of_input or name == "draft.kv":
         yield _TOKENS
-    if is_of_context:
+    if is_of_input and draft.mtp is None:
         return
     if name.startswith("draft.markov."):
         yield _WALK
@@ -286,10 +290,10 @@ def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
     if name.startswith("draft.confidence"):
         yield _DRAFTS
         return
-    if draft.chain is None:
+    if not draft.drafts_one_by_one:
         yield _SLOTS
     else:
-        yield _CHAIN if name == "draft.kv" or name.endswith((".q", ".o")) else _LAST
+        yield _CHAIN if is_of_input or name == "draft.kv" or name.endswith((".q", ".o")) else _LAST
 
 
 def _experts_of(decoder: DecoderSpec) -> dict[str, Moe]:

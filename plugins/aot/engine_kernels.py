@@ -152,8 +152,9 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
     from dflash_trt.compile.limits import resolve_limits
     from dflash_trt.compile.quantized import local_capability, plan_quantization
 
-    drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    drafter = config.drafter_checkpoint
+    paths = (base_dir / config.target, None if drafter is None else base_dir / drafter)
+    pair = read_pair(*paths, drafter_overrides=config.drafter_overrides)
     limits, _ = resolve_limits(config, pair.target, pair.draft)
     pretrained = PretrainedConfig(
         target=pair.target,

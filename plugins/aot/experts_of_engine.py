@@ -14,14 +14,11 @@ from plugins.aot.experts_variants import ExpertsKernels, MatrixKernels, matrix_c
 
 
 def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKernels]:
-    """Of every layer; those of equal kinds are equal."""
+    """Of every layer, the drafter's too; those of equal kinds are equal."""
     formats = config.quantization.linears if config.quantization else {}
-    table = engine_weights(config.target, None, config.quantization)
+    table = engine_weights(config.target, config.draft, config.quantization)
     has_bias_once = config.mapping.moe_tp_size > 1
-    for i, layer in enumerate(config.target.layers):
-        moe, name = layer.moe, f"target.layers.{i}.experts"
-        if moe is None:
-            continue
+    for name, moe in _named_experts(config):
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
         for of_gate_up in matrix_choices(
@@ -47,6 +44,13 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     down=of_down,
                     max_rows=max_rows,
                 )
+
+
+def _named_experts(config: PretrainedConfig) -> Iterator[tuple[str, Moe]]:
+    for decoder in (config.target, *([config.draft] if config.draft else [])):
+        for i, layer in enumerate(decoder.layers):
+            if layer.moe is not None:
+                yield f"{decoder.role}.layers.{i}.experts", layer.moe
 
 
 def _down_matrix(format_name: str | None, moe: Moe) -> MatrixKernels:

@@ -19,6 +19,7 @@ from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
+from dflash_trt.core.model.mtp import MtpHead
 from tests.dflash2_files import make_dflash2_drafter
 from tests.factories import make_target, make_zlab_drafter
 
@@ -54,6 +55,7 @@ REFUSED_FIELDS: dict[type[Frozen], dict[str, Any]] = {
         "selector": CandidateSelector(rank=4, top_k=4),
         "heads": DSparkHeads(rank=4),
         "chain": EagleChain(),
+        "mtp": MtpHead(),
     },
     LayerSpec: {"has_post_norms": True, "has_output_scale": True, "per_layer_size": 8},
     Gqa: {

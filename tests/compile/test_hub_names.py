@@ -107,6 +107,11 @@ def test_tensors_are_those_of_the_commit_that_the_configs_had(hub: Hub, checkpoi
     assert tensors == (checkpoints / "drafter/model.safetensors").read_bytes()
 
 
+def test_the_drafter_mtp_of_a_name_is_in_its_own_snapshot(hub: Hub) -> None:
+    found = find(drafter="mtp", needs_tensors=False)
+    assert found.paths["drafter"] == found.paths["target"] and found.hub.keys() == {"target"}
+
+
 @pytest.mark.parametrize("revision", ["tagged", "refs/pr/1"])
 def test_a_revision_may_be_a_tag_or_a_reference(hub: Hub, checkpoints: Path, revision: str) -> None:
     hub.add(DRAFTER, checkpoints / "drafter", **{revision: checkpoints / "tagged"})
@@ -129,7 +134,7 @@ def test_the_known_drafter_of_a_name_is_the_default(hub: Hub, checkpoints: Path)
         assert find(drafter=none).paths.keys() == {"target"}
     message = refused(ConfigError, "someone/tuned")
     assert (
-        "expected one known drafter that this version reads, found none. Pass --drafter NAME, or --drafter" in message
+        "expected one known drafter that this version reads, found none. Pass --drafter NAME, --drafter mtp" in message
     )
     assert f"{TARGET} with {DRAFTER}" in message
     needy = refused(ConfigError, "meta-models/Muse-Glimmer-30B")

@@ -113,7 +113,9 @@ def test_a_drafter_that_cannot_be_is_refused(changes: dict[str, Any], field: str
 
 
 HEADS = "heads for algorithm dspark, and for no other"
-PARTS, MASK = "conv and selector for algorithm dflash2", "chain and no mask_token_id for algorithm eagle3"
+MTP = EAGLE3 | {"algorithm": "mtp", "chain": None, "mtp": {}}
+PARTS, CHAIN, HEAD = "conv and selector for algorithm dflash2", "chain for algorithm eagle3", "mtp for algorithm mtp"
+MASK = "a mask_token_id for algorithms that draft a block"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +131,16 @@ PARTS, MASK = "conv and selector for algorithm dflash2", "chain and no mask_toke
         (DRAFT | {"heads": {"rank": 8}}, HEADS),
         (DSPARK | {"heads": None}, HEADS),
         (DSPARK | {"logit_softcap": 2.0}, "no logit_softcap for algorithm dspark"),
-        (DRAFT | {"chain": {}}, MASK),
+        (DRAFT | {"chain": {}}, CHAIN),
+        (DRAFT | {"mtp": {}}, HEAD),
         (DRAFT | {"mask_token_id": None}, MASK),
         (EAGLE3 | {"mask_token_id": 1}, MASK),
-        (EAGLE3 | {"chain": None}, MASK),
+        (EAGLE3 | {"chain": None}, CHAIN),
         (EAGLE3 | {"masks": ({}, {})}, "one layer for algorithm eagle3"),
+        (MTP | {"mtp": None}, HEAD),
+        (MTP | {"chain": {}}, CHAIN),
+        (MTP | {"mask_token_id": 1}, MASK),
+        (MTP | {"masks": ({}, {})}, "one layer for algorithm mtp"),
     ],
 )
 def test_a_drafter_has_the_parts_of_its_algorithm_and_no_others(fields: dict[str, Any], said: str) -> None:

@@ -48,11 +48,9 @@ def write_calibration_prompts(root: Path) -> None:
 
 def build(root: Path, *, tp_size: int, overwrite: bool = False, **fields: Any) -> EngineDir:
     """`root` holds target and drafter."""
-    config = BuildConfig(
-        target="target",
-        drafter="drafter",
-        **({"dtype": "float32", "tp_size": tp_size, "max_seq_len": 64, "page_size": 4, "max_batch_size": 8} | fields),
-    )
+    names = {"target": "target", "drafter": "drafter", "dtype": "float32"}
+    sizes = {"tp_size": tp_size, "max_seq_len": 64, "page_size": 4, "max_batch_size": 8}
+    config = BuildConfig(**(names | sizes | fields))
     return build_engine(
         config, root / f"tp{tp_size}", base_dir=root, overwrite=overwrite, command=("build",), progress=lambda _: None
     )

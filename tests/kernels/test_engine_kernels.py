@@ -161,6 +161,22 @@ def test_an_eagle3_head_names_its_kernels(tmp_path: Path) -> None:
     assert (kernels.feature_size, kernels.draft_vocab_size) == (64, 32)
 
 
+def test_an_mtp_head_names_its_kernels_and_those_of_its_experts(tmp_path: Path) -> None:
+    from tests.mtp_files import make_mtp_target  # skips without `speculators`
+
+    make_mtp_target(tmp_path / "target", family="qwen3_5_moe_text", mlp_only_layers=[])
+    fields = {"target": "target", "drafter": "mtp", "dtype": "float32"}
+    kernels = kernels_of_config(build_config_from(fields, source="test"), tmp_path)
+    [drafter] = [layer for layer in kernels.layers if layer.is_drafter]
+    assert (drafter.first_key, drafter.head_dim, drafter.heads_per_kv, kernels.feature_size) == (1, 16, 2, 64)
+    quantized = fields | {"quantization": {"experts": "none", "overrides": {"draft.layers.0.experts.*": "fp8_w8a16"}}}
+    forms = {
+        experts.down.form
+        for experts in kernels_of_config(build_config_from(quantized, source="test"), tmp_path).experts
+    }
+    assert len(kernels.experts) == 1 and len(forms) == 2
+
+
 def test_kernels_of_latents_are_those_of_their_sizes_and_pages(tmp_path: Path) -> None:
     """Of every rank, which holds all of them."""
     make_target(tmp_path / "target", family="deepseek_v3")

@@ -64,6 +64,14 @@ def make_dspark_pair(root: Path) -> None:
     save_dspark_drafter(root / "drafter", target_dir=target, block_size=3, markov_head_type="gated")
 
 
+def make_mtp_pair(root: Path) -> dict[str, str]:
+    from tests.mtp_files import make_mtp_target  # skips without `speculators`
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make_mtp_target(root / "target", family="qwen3_5_moe_text", vocab_size=12, tokenizer=False, **layers)
+    return {"drafter": "mtp"}
+
+
 def make_gemma_pair(root: Path) -> None:
     target = make_gemma(root / "target", family="gemma4_text", **EVERYTHING, num_global_key_value_heads=1)
     make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
@@ -80,14 +88,15 @@ def make_gemma_pair(root: Path) -> None:
         pytest.param(make_dflash2_pair, id="DFlash2", marks=pytest.mark.slow),
         pytest.param(make_dspark_pair, id="DSpark", marks=pytest.mark.slow),
         pytest.param(make_eagle3_pair, id="EAGLE-3", marks=pytest.mark.slow),
+        pytest.param(make_mtp_pair, id="MTP", marks=pytest.mark.slow),
         pytest.param(make_gemma_pair, id="Gemma 4", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
-    tmp_path: Path, make_pair: Callable[[Path], None]
+    tmp_path: Path, make_pair: Callable[[Path], dict[str, str] | None]
 ) -> None:
-    make_pair(tmp_path)
-    engines = [build(tmp_path, tp_size=tp_size, max_batch_size=2, max_num_tokens=16) for tp_size in (1, 2)]
+    names = make_pair(tmp_path) or {}
+    engines = [build(tmp_path, tp_size=tp_size, max_batch_size=2, max_num_tokens=16, **names) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         hit = prefix_hit(one)
         assert bool(hit) == (one.limits.num_snapshots is not None)

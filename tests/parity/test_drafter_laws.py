@@ -18,6 +18,7 @@ from tests.eagle3_files import save_eagle3_head
 from tests.engines import decode, make_executor
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_target
+from tests.mtp_files import make_mtp_target
 from tests.parity.test_serving_laws import PROMPTS, SHARED, make_loop, request, steps_of
 from tests.traces import GREEDY, SAMPLED, integers, trace
 
@@ -25,6 +26,9 @@ K = 4
 
 
 def make_pair(root: Path, algorithm: str, **target_fields: Any) -> tuple[Path, Path]:
+    if algorithm == "mtp":
+        target = make_mtp_target(root / "target", family="glm4_moe", vocab_size=12, tokenizer=False, **target_fields)
+        return target, target
     target = make_target(root / "target", vocab_size=12, tokenizer=False, **target_fields)
     if algorithm == "dflash2":
         return target, make_dflash2_drafter(root / "drafter", target_dir=target, block_size=K + 1)
@@ -33,7 +37,7 @@ def make_pair(root: Path, algorithm: str, **target_fields: Any) -> tuple[Path, P
     return target, save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
 
 
-@pytest.fixture(scope="module", params=["dflash2", "dspark", "eagle3"])
+@pytest.fixture(scope="module", params=["dflash2", "dspark", "eagle3", "mtp"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param)
 
@@ -56,7 +60,8 @@ def test_a_prefix_hit_and_batch_mates_change_neither_tokens_nor_acceptance(
 
 def test_two_ranks_make_the_drafts_of_one(pair: tuple[Path, Path]) -> None:
     root = pair[0].parent
-    engines = [build(root, tp_size=tp_size) for tp_size in (1, 2)]
+    name = {"drafter": "mtp"} if pair[1] == pair[0] else {}
+    engines = [build(root, tp_size=tp_size, **name) for tp_size in (1, 2)]
     with opened(engines[0]) as one, opened(engines[1]) as two:
         for samplings, ks in ((GREEDY, (3,)), (SAMPLED, (3, 0, 1))):
             expected, _ = trace(one, samplings, num_draft_tokens=ks)

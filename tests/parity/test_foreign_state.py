@@ -63,6 +63,16 @@ def _eagle3(path: Path, *, target_dir: Path) -> Path:
     return save_eagle3_head(path, target_dir=target_dir)
 
 
+def _mtp_target(path: Path) -> Path:
+    from tests.mtp_files import make_mtp_target  # skips without `speculators`
+
+    return make_mtp_target(path, family="qwen3_5_text", vocab_size=VOCAB_SIZE, tokenizer=False)
+
+
+def _own_head(path: Path, *, target_dir: Path) -> Path:
+    return target_dir
+
+
 FP8 = QuantizationSpec(
     target_kv=(LayerKvScales(k=0.02, v=0.01),) * 2, draft_kv=(LayerKvScales(k=0.03, v=0.007), LayerKvScales())
 )
@@ -97,6 +107,7 @@ PAIRS = {
         options={"has_page_groups": True},
     ),
     "EAGLE-3": Pair(target=_target, drafter=_eagle3, options={}),
+    "MTP head, delta nets": Pair(target=_mtp_target, drafter=_own_head, options={"num_snapshots": 3}),
 }
 
 

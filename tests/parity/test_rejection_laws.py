@@ -27,6 +27,7 @@ from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import Decoding, make_executor
 from tests.factories import make_target, make_zlab_drafter
+from tests.mtp_files import make_mtp_target
 from tests.parity.test_laws import chi_square_p, merge_rare
 from tests.scheduler.toy_constraint import ToyConstraint
 
@@ -192,6 +193,16 @@ def test_a_budget_that_looks_at_drafts_is_noticed(tmp_path: Path, target: Path, 
     loop = make_loop(executor, policy=PeekingBudget(executor))
     counts, _ = texts_of(loop, SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW), num_samples=2560)
     assert chi_square_p(*merge_rare(counts, probabilities(logprobs) * counts.sum())) < 1e-6
+
+
+def test_so_they_do_with_the_target_s_own_mtp_head(tmp_path: Path) -> None:
+    target = make_mtp_target(tmp_path / "target", family="glm4_moe", vocab_size=5, tokenizer=False, seed=3)
+    executor = make_executor(target, target, max_batch_size=64)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW)
+    counts, accepted = texts_of(make_loop(executor), sampling, num_samples=2560)
+    expected = probabilities(logprobs_after(target, PROMPT)) * counts.sum()
+    assert chi_square_p(*merge_rare(counts, expected)) > 1e-3
+    assert 0.05 < accepted < 0.95
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

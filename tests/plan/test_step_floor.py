@@ -16,6 +16,7 @@ from dflash_trt.plan.planning import EnginePlan, plan_engine
 from dflash_trt.plan.remedies import _fewer_step_tokens, _formats, _fp8_pages, _more_ranks
 from dflash_trt.plan.step_floor import Step, chosen_fraction
 from dflash_trt.plan.step_work import EngineWork
+from scripts.published_shapes import write_config
 
 H, FFN, V, LAYERS = 4096, 12288, 151936, 36  # Qwen3-8B
 KV_BYTES, DRAFT_KV_BYTES = LAYERS * 2 * 1024 * 2, 5 * 2 * 1024 * 2  # per token
@@ -187,6 +188,39 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
     assert (found.num_logits, found.exchange_bytes) == (logits, (sums + logits) * 3 / 4 * 2)
     features = 2 * H + 3 * FFN // 4
     assert found.activation_bytes - alone.activation_bytes == 2 * 2 * 5 * 2 * features
+
+
+def test_an_mtp_head_reads_its_layer_its_projection_and_the_target_s_head_for_every_draft(tmp_path: Path) -> None:
+    """Qwen3.5-27B: 24 heads of 256 with a gate each, 4 K/V heads, norms in float32."""
+    target = write_config(tmp_path, "Qwen/Qwen3.5-27B")
+    plan = planned(read_specs(target, target))
+    step = Step(num_requests=1, context_len=8192, num_draft_tokens=5)
+    with_head, alone = (plan.floor(step, has_drafter=has) for has in (True, False))
+    hidden, ffn, q, kv, vocab_size = 5120, 17408, 24 * 256, 2 * 4 * 256, 248320
+    projection = 2 * hidden * hidden
+    a_pass = projection + (2 * q + kv + q) * hidden + 3 * ffn * hidden + vocab_size * hidden
+    norms = 5 * hidden + 2 * 256  # embeddings, features, before attention and MLP, before the head; q and k
+    weights = 2 * (projection + kv * hidden + 5 * a_pass) + 4 * (2 * hidden + 5 * norms)
+    assert with_head.weights_bytes - alone.weights_bytes == weights
+    pages = 2 * kv * (5 * 8192 + 6) + 2 * hidden * (6 + 1)
+    assert with_head.kv_bytes - alone.kv_bytes == pages
+    of_tokens = 6 * (projection + kv * hidden)
+    of_pass = 3 * (projection + (3 * q + kv) * hidden) + 3 * ffn * hidden + vocab_size * hidden
+    scores = 4 * q * (5 * 3) * (8192 + 6)
+    assert with_head.flops - alone.flops == pytest.approx(2 * (of_tokens + 5 * of_pass) + scores)
+
+
+def test_the_experts_of_an_mtp_head_are_read_as_its_rows_choose(tmp_path: Path) -> None:
+    """Qwen3.5-35B-A3B: 8 of 256 experts a row, and a pass has one row of a request that reaches them."""
+    target = write_config(tmp_path, "Qwen/Qwen3.5-35B-A3B")
+    config = planned(read_specs(target, target)).pretrained_config
+    rows = Step(num_requests=4, context_len=1024, num_draft_tokens=3).rows
+    found, alone = (EngineWork(config, has_drafter=has).of(rows) for has in (True, False))
+    of_layers, of_head = (sum(p.num_bytes for p in work.products if p.experts is not None) for work in (alone, found))
+    moe = config.target.layers[0].feed_forward
+    read = 3 * 2048 * 512 * 2 * 256 * chosen_fraction(moe, 4)
+    assert of_head - of_layers == pytest.approx(3 * read)
+    assert sum(spec.num_experts > 0 for spec in config.draft.weights().values()) == 2
 
 
 def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:

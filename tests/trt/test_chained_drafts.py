@@ -27,6 +27,7 @@ from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import PAGE_SIZE, make_executor
 from tests.factories import make_target
+from tests.mtp_files import make_mtp_target
 from tests.traces import PROMPTS, Steps, integers
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
@@ -74,7 +75,12 @@ def dspark(root: Path) -> tuple[Path, Path]:
     return target, save_dspark_drafter(root / "drafter", target_dir=target, block_size=K, **options)
 
 
-DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3, dspark)
+def mtp(root: Path) -> tuple[Path, Path]:
+    target = make_mtp_target(root / "target", family="glm4_moe", num_hidden_layers=2, vocab_size=12, tokenizer=False)
+    return target, target
+
+
+DRAFTERS: Sequence[Callable[[Path], tuple[Path, Path]]] = (dflash, reduced_vocabulary, dflash2, eagle3, dspark, mtp)
 
 
 def make_ours(trt: ModuleType, pair: tuple[Path, Path]) -> TensorRTExecutor:

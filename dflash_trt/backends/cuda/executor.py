@@ -285,7 +285,9 @@ class TorchGpuExecutor:
         """Numbers of tokens after which a layer's experts use other tiles: see `warm_shapes`."""
         if self.is_deterministic:
             return []
-        edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in set(self.network.target.moes))
+        target, draft = self.network.target, self.network.draft
+        moes = {*target.moes, *(draft.moes if draft else ())}
+        edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in moes)
         return sorted({edge for of_layer in edges for edge in of_layer})
 
     @property
@@ -420,7 +422,11 @@ def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> Non
 
 
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:
-    if network.drafter is None:
+    """None without a drafter, and for one whose keys no launch of all layers writes; see `TorchGpuOps.store_kv`."""
+    if network.drafter is None or network.draft is None:
+        return None
+    is_partial = any(gqa.rotary.head_dim != gqa.head_dim for gqa in network.draft.attentions)
+    if is_partial or (network.draft.mtp is not None and network.draft.mtp.has_offset_norms):
         return None
     norms = [layer.mixer.k_norm for layer in network.drafter.layers]
     scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]

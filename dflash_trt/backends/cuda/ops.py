@@ -42,6 +42,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
 )
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
+from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import Acceptance, DeltaParameters, Experts, KvDestination, Linear, Rows, StepInputs
 from dflash_trt.network.state import Cache, LatentCache, RecurrentCache
 
@@ -306,9 +307,13 @@ class TorchGpuOps(DrafterOps):
         return apply_gated_delta(tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps)
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
-        """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them."""
+        """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them, else one launch each."""
         stacked, (first, *others) = self._resources.draft_layers, layers
-        assert stacked is not None and stacked.first_pages is first.cache.tensor
+        if stacked is None:
+            for layer, pair in zip(layers, rotated_kv(self, kv, layers), strict=True):
+                self._store_layer(layer, pair, rows, tensor_of(limits))
+            return
+        assert stacked.first_pages is first.cache.tensor
         assert len(others) + 1 == len(stacked.page_offsets) and all(other.rope is first.rope for other in others)
         assert all(other.cache.group == first.cache.group for other in others), "a drafter's layers keep the same pages"
         store_draft_context(
@@ -317,6 +322,25 @@ class TorchGpuOps(DrafterOps):
             replace(rows.index[first.cache.group].requests, context_lens=tensor_of(limits)),
             rows.positions,
             Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
+        )
+
+    def _store_layer(
+        self, layer: KvDestination[Any], pair: tuple[Value, Value], rows: Rows[Any], limits: Tensor
+    ) -> None:
+        """K of part of a head rotated, or normed by a float32 weight."""
+        (k, v), rope, scales = pair, layer.rope, layer.cache.spec.scales or LayerKvScales()
+        assert isinstance(k, Heads) and isinstance(v, Heads)
+        rotate_and_store(
+            None,
+            k.x,
+            v.x,
+            layer.cache.tensor,
+            rows.index[layer.cache.group].requests,
+            rows.positions,
+            Rotation(inv_freq=rope.inv_freq, amplitude=rope.amplitude, k_norm=layer.k_norm, eps=layer.eps),
+            k_scale=scales.k,
+            v_scale=scales.v,
+            limits=limits,
         )
 
     def sample_and_accept(self, logits: Value) -> Acceptance[Any]:

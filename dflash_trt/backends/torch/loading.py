@@ -137,8 +137,8 @@ def with_linears(
 def with_experts(
     network: Network[Tensor], prepare: Callable[[StackedExperts[Tensor]], Experts[Tensor]]
 ) -> Network[Tensor]:
-    """Experts of the target in the form that a backend computes with."""
-    return replace(network, target_weights=map_parts(network.target_weights, StackedExperts, prepare))
+    """Experts in the form that a backend computes with."""
+    return map_parts(network, StackedExperts, prepare)
 
 
 def _num_bytes(linear: Linear[Tensor]) -> int:

@@ -1,7 +1,7 @@
 """The interface of a target family, and all families."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -25,6 +25,54 @@ OwnNames = Callable[[str, TargetSpec], ForeignTable]
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpTensors:
+    """Modules of an MTP head of one layer in a target's checkpoint; `count_key` of config.json counts its layers.
+
+    All of them begin with `prefix`. `{layer}` stands for the layer after the target's last one. `shared` are copies of
+    modules of the target.
+    """
+
+    count_key: str
+    prefix: str
+    layer: str
+    fc: str
+    embedding_norm: str
+    feature_norm: str
+    norm: str
+    shared: tuple[str, ...] = ()
+
+    def of_layer(self, layer: str) -> "MtpTensors":
+        """The names in a checkpoint, where the layer after the last one is `layer`."""
+        names = {item.name: getattr(self, item.name) for item in fields(self)}
+        return MtpTensors(
+            **{name: text.format(layer=layer) for name, text in names.items() if name != "shared"},
+            shared=tuple(text.format(layer=layer) for text in self.shared),
+        )
+
+
+# transformers 5.14 and speculators 0.9 read these (`conversion_mapping.py`, `convert/mtp/converter.py`).
+MTP_MODULE = MtpTensors(
+    count_key="mtp_num_hidden_layers",
+    prefix="mtp.",
+    layer="mtp.layers.0",
+    fc="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    feature_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+)
+MTP_LAYER = MtpTensors(
+    count_key="num_nextn_predict_layers",
+    prefix="{layer}.",
+    layer="{layer}",
+    fc="{layer}.eh_proj",
+    embedding_norm="{layer}.enorm",
+    feature_norm="{layer}.hnorm",
+    norm="{layer}.shared_head.norm",
+    shared=("{layer}.embed_tokens", "{layer}.shared_head.head"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A target family. `architectures` as in config.json; `read_layers` reads this family's own keys.
 
@@ -39,7 +87,7 @@ class Family:
     with (canonical, foreign, mixer, hidden_size) for kinds that each family names in its way, and
     `layer_names(canonical, foreign, layer, hidden_size)` for names that differ from Llama's. `has_offset_norms`: see
     TargetSpec. An engine omits tensors whose names begin with one of `left_out`, modules in `left_out_modules`, and
-    layers after the last one, which draft (`has_drafting_layers`).
+    layers after the last one, which draft (`has_drafting_layers`), unless they are an `mtp` head that is the drafter.
 
     `max_positions(reader, trained)` are the implemented positions out of those that the model was trained for.
     """
@@ -53,6 +101,7 @@ class Family:
     max_positions: MaxPositions | None = None
     has_offset_norms: bool = False
     has_drafting_layers: bool = False
+    mtp: MtpTensors | None = None
     left_out: tuple[str, ...] = ()
     left_out_modules: tuple[str, ...] = ()
     activation: str = "silu"

@@ -2,7 +2,7 @@
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope, read_rotary_dim
-from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.families.base import MTP_LAYER, Family, LayerFields
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.checkpoint.sigmoid_router import expert_names, read_feed_forwards
 
@@ -26,5 +26,9 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
 
 
 FAMILY = Family(
-    architectures=("Glm4MoeForCausalLM",), read_layers=read_layers, expert_names=expert_names, has_drafting_layers=True
+    architectures=("Glm4MoeForCausalLM",),
+    read_layers=read_layers,
+    expert_names=expert_names,
+    has_drafting_layers=True,
+    mtp=MTP_LAYER,
 )

@@ -2,7 +2,7 @@
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
-from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.families.base import MTP_MODULE, Family, LayerFields
 from dflash_trt.checkpoint.families.qwen3_5_text import delta_names
 from dflash_trt.checkpoint.families.qwen3_next import expert_names
 from dflash_trt.checkpoint.hybrid_layers import LEFT_OUT, read_hybrid_mixers, read_shared_moe
@@ -20,4 +20,5 @@ FAMILY = Family(
     mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
+    mtp=MTP_MODULE,
 )

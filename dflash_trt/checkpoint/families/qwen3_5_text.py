@@ -2,7 +2,7 @@
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes, require_dense
-from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.families.base import MTP_MODULE, Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, part_rows
 from dflash_trt.checkpoint.hybrid_layers import LEFT_OUT, common_delta_names, read_hybrid_mixers
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -31,4 +31,5 @@ FAMILY = Family(
     mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
+    mtp=MTP_MODULE,
 )

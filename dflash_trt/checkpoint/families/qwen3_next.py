@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
-from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.families.base import MTP_MODULE, Family, LayerFields
 from dflash_trt.checkpoint.families.qwen3_moe import expert_layers
 from dflash_trt.checkpoint.families.qwen3_moe import expert_names as routed_names
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, stacked_rows
@@ -55,4 +55,5 @@ FAMILY = Family(
     mixer_names={"gated_delta": delta_names},
     has_offset_norms=True,
     left_out=LEFT_OUT,
+    mtp=MTP_MODULE,
 )

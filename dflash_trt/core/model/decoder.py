@@ -227,5 +227,5 @@ class TargetSpec(DecoderSpec):
 
 
 def is_offset_norm(name: str) -> bool:
-    """True for the canonical norms of a target with offset norms that have the offset."""
+    """True for the canonical norms of a decoder with offset norms that have the offset."""
     return name.endswith("norm") and not name.endswith(".gated_norm")

@@ -7,11 +7,20 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
-from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, LayerSpec, TargetSpec, largest_window
+from dflash_trt.core.model.decoder import (
+    MAX_LAYERS,
+    DecoderSpec,
+    LayerId,
+    LayerSpec,
+    TargetSpec,
+    is_offset_norm,
+    largest_window,
+)
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mtp import MtpHead
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
@@ -29,14 +38,14 @@ class DraftSpec(DecoderSpec):
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
     `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
-    are DFlash2's additions, `heads` are DSpark's; EAGLE-3 is a `chain`, which has no mask token. The target's embedding
-    is scaled as in the target, and by `input_embedding_scale`, except for a chain, which norms it; `logit_softcap` is
-    as in TargetSpec.
+    are DFlash2's additions, `heads` are DSpark's, `chain` is EAGLE-3's, `mtp` that of an MTP head; the last two draft
+    one token a pass, and have no mask token. The target's embedding is scaled as in the target, and by
+    `input_embedding_scale`, except for these two, which norm it; `logit_softcap` is as in TargetSpec.
     """
 
     role: ClassVar[str] = "draft"
 
-    algorithm: Literal["dflash", "dflash2", "dspark", "eagle3"] = "dflash"
+    algorithm: Literal["dflash", "dflash2", "dspark", "eagle3", "mtp"] = "dflash"
     source_format: str
     target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=MAX_LAYERS)]
     target_hidden_size: Size
@@ -52,6 +61,7 @@ class DraftSpec(DecoderSpec):
     selector: CandidateSelector | None = None
     heads: DSparkHeads | None = None
     chain: EagleChain | None = None
+    mtp: MtpHead | None = None
 
     @field_validator("mask_token_id")
     @classmethod
@@ -74,20 +84,29 @@ class DraftSpec(DecoderSpec):
         is_second = self.algorithm == "dflash2"
         if is_second != (self.conv is not None) or is_second != (self.selector is not None):
             raise ValueError("conv and selector for algorithm dflash2, and for no other")
-        if (self.algorithm == "dspark") != (self.heads is not None):
-            raise ValueError("heads for algorithm dspark, and for no other")
+        for name, part, algorithm in (
+            ("heads", self.heads, "dspark"),
+            ("chain", self.chain, "eagle3"),
+            ("mtp", self.mtp, "mtp"),
+        ):
+            if (self.algorithm == algorithm) != (part is not None):
+                raise ValueError(f"{name} for algorithm {algorithm}, and for no other")
         if self.heads is not None and self.logit_softcap is not None:
             raise ValueError("no logit_softcap for algorithm dspark")
-        is_chain = self.algorithm == "eagle3"
-        if is_chain != (self.chain is not None) or is_chain != (self.mask_token_id is None):
-            raise ValueError("chain and no mask_token_id for algorithm eagle3, mask_token_id alone for others")
-        if is_chain and self.num_layers > 1:
-            raise ValueError("one layer for algorithm eagle3")
+        if self.drafts_one_by_one != (self.mask_token_id is None):
+            raise ValueError("a mask_token_id for algorithms that draft a block, and for no others")
+        if self.drafts_one_by_one and self.num_layers > 1:
+            raise ValueError(f"one layer for algorithm {self.algorithm}")
         if self.conv is not None and self.hidden_size % self.conv.group_size:
             raise ValueError(f"a conv.group_size that divides hidden_size {self.hidden_size}")
         if self.selector is not None and self.selector.top_k > (self.draft_vocab_size or self.target_vocab_size):
             raise ValueError("a selector.top_k of at most the vocabulary")
         return self
+
+    @property
+    def drafts_one_by_one(self) -> bool:
+        """True for a chain of passes, each of which computes the feature of the next."""
+        return self.chain is not None or self.mtp is not None
 
     @property
     def block_filler(self) -> int:
@@ -122,7 +141,7 @@ class DraftSpec(DecoderSpec):
     ) -> tuple[LayerState, ...]:
         """Layer states as of any decoder; the features of a chain follow its layer's."""
         states = super().states(dtype=dtype, kv_scales=kv_scales, num_records=num_records)
-        if self.chain is None:
+        if not self.drafts_one_by_one:
             return states
         return (*states, PagedRows(name="draft_features", width=self.hidden_size, dtype=dtype))
 
@@ -148,12 +167,12 @@ class DraftSpec(DecoderSpec):
 
     def num_passes(self, num_draft_tokens: int) -> int:
         """Passes of the drafter's layers in a step: one over a block, or one for each draft of a chain."""
-        return min(1, num_draft_tokens) if self.chain is None else num_draft_tokens
+        return num_draft_tokens if self.drafts_one_by_one else min(1, num_draft_tokens)
 
     def computed_slots(self, num_draft_tokens: int) -> int:
         """Slots of a request that these passes compute: a block, or pass j of a chain j slots."""
         slots = self.num_passes(num_draft_tokens) * (num_draft_tokens + (not self.drafts_from_anchor))
-        return slots if self.chain is None else slots // 2
+        return slots // 2 if self.drafts_one_by_one else slots
 
     @property
     def kv_sizes(self) -> tuple[int, ...]:
@@ -164,13 +183,15 @@ class DraftSpec(DecoderSpec):
         """Canonical names of the drafter: `draft.*`.
 
         `draft.kv` stacks K and V of all layers, so that the context of every layer is one GEMM; the block's own K and
-        V use slices of the same tensor. The attention of a chain reads the normed embedding and the normed feature.
+        V use slices of the same tensor. The attention of EAGLE-3's chain reads the normed embedding and the normed
+        feature, which `draft.fc` projects before the layer of an MTP head.
         """
         hidden, kv_sizes = self.hidden_size, self.kv_sizes
         attended = hidden if self.chain is None else 2 * hidden
+        projected = len(self.target_layer_ids) * self.target_hidden_size if self.mtp is None else 2 * hidden
         units = tuple(gqa.head_dim for gqa in self.attentions for _ in "kv")
         table: WeightTable = {
-            "draft.fc": WeightSpec(shape=(hidden, len(self.target_layer_ids) * self.target_hidden_size)),
+            "draft.fc": WeightSpec(shape=(hidden, projected)),
             "draft.context_norm": WeightSpec(shape=(hidden,)),
             "draft.kv": row_sharded((sum(kv_sizes), attended), kv_sizes, units),
         }
@@ -185,21 +206,29 @@ class DraftSpec(DecoderSpec):
             if self.chain is not None:
                 q = table[f"draft.layers.{i}.q"]
                 table[f"draft.layers.{i}.q"] = replace(q, shape=(q.shape[0], attended))
-        if self.chain is not None:
-            table |= self.chain.fc_norms(len(self.target_layer_ids), self.target_hidden_size)
-        table["draft.norm"] = WeightSpec(shape=(hidden,))
-        if self.selector is not None:
-            table |= self.selector.weights("draft.selector", hidden, self.target_vocab_size)
-        if self.heads is not None:
-            vocab_size = self.target_vocab_size
-            sizes = {"vocab_size": vocab_size, "draft_vocab_size": self.draft_vocab_size or vocab_size}
-            table |= self.heads.weights(hidden, **sizes)
+        table |= self._parts() | {"draft.norm": WeightSpec(shape=(hidden,))}
         if self.has_own_embedding:
             table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
         if self.draft_vocab_size is not None:
             table["draft.lm_head"] = row_sharded((self.draft_vocab_size, hidden))
             table["draft.draft_to_target"] = WeightSpec(shape=(self.draft_vocab_size,), is_integer=True)
+        if self.mtp is not None and self.mtp.has_offset_norms:
+            table |= {name: replace(table[name], is_float32=True) for name in table if is_offset_norm(name)}
         return table
+
+    def _parts(self) -> WeightTable:
+        """What the algorithm adds beyond the layers."""
+        vocab_size = self.target_vocab_size
+        if self.chain is not None:
+            return self.chain.fc_norms(len(self.target_layer_ids), self.target_hidden_size)
+        if self.mtp is not None:
+            return self.mtp.norms(self.hidden_size)
+        if self.selector is not None:
+            return self.selector.weights("draft.selector", self.hidden_size, vocab_size)
+        if self.heads is not None:
+            draft_vocab_size = self.draft_vocab_size or vocab_size
+            return self.heads.weights(self.hidden_size, vocab_size=vocab_size, draft_vocab_size=draft_vocab_size)
+        return {}
 
 
 def check_pair(target: TargetSpec, draft: DraftSpec) -> None:

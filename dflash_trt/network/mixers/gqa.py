@@ -51,9 +51,10 @@ class GqaWeights(Generic[T]):
         return queries, keys, ops.unweighted_rms_norm(v, eps) if gqa.has_v_norm else v
 
     def _projected(self, ops: Ops[T], x: T) -> Sequence[T]:
+        """Rows of q, with a gate after each head where the model has gates, and of the layer's own k and v."""
         gqa = self.spec
         if len(self.projections) == 1:
-            sizes = (gqa.q_size, gqa.kv_size, gqa.kv_size)[: len(gqa.projections)]
+            sizes = (gqa.q_rows, gqa.kv_size, gqa.kv_size)[: len(gqa.projections)]
             out = ops.linear(x, self.projections[0])
             return [out] if len(sizes) == 1 else ops.split(out, sizes)
         q, kv = (ops.linear(x, projection) for projection in self.projections)
@@ -62,7 +63,7 @@ class GqaWeights(Generic[T]):
     def _gated_qkv(self, ops: Ops[T], x: T, rope: Any, eps: float) -> tuple[tuple[T, T, T], T]:
         """q, k and v as in `qkv`, and the gates [N, heads * D], which follow each head's query."""
         gqa = self.spec
-        rows, k, v = ops.split(ops.linear(x, self.projections[0]), (gqa.q_rows, gqa.kv_size, gqa.kv_size))
+        rows, k, v = self._projected(ops, x)
         q, gate = ops.split(ops.split_heads(rows, 2 * gqa.head_dim), (gqa.head_dim, gqa.head_dim))
         heads = (
             _rotated(ops, q, self.q_norm, eps, rope),
