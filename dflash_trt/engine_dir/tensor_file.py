@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_trt.core.dtype import stored_num_bytes
 
 _HEADER_ALIGNMENT = 8  # so that mapped tensors are aligned
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +60,12 @@ def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
     return len(tensor_file_header(headers)) + sum(header.num_bytes for header in headers.values())
 
 
-def tensor_offsets(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
-    """Offset of each tensor's bytes in the file that `write_tensor_file` writes."""
-    offsets, offset = {}, len(tensor_file_header(headers))
-    for name, header in headers.items():
-        offsets[name] = offset
-        offset += header.num_bytes
-    return offsets
+def tensor_offsets(path: Path) -> dict[str, int]:
+    """Where in a file each tensor's bytes begin, as its header says: another version may have written another order."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        fields = json.loads(file.read(num_bytes))
+    return {name: 8 + num_bytes + entry["data_offsets"][0] for name, entry in fields.items() if name != _METADATA}
 
 
 def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
@@ -86,7 +86,7 @@ def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def tensor_file_header(headers: Mapping[str, TensorHeader]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    fields: dict[str, object] = {_METADATA: {"format": "pt"}}
     begin = 0
     for name, header in headers.items():
         end = begin + header.num_bytes

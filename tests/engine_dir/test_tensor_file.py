@@ -1,3 +1,4 @@
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, safe_open
 
-from dflash_trt.engine_dir import TensorHeader
+from dflash_trt.backends.tensorrt.host_weights import mapped_tensors
+from dflash_trt.backends.torch.loading import mapped_weights
+from dflash_trt.engine_dir import EngineDir, TensorHeader
 from dflash_trt.engine_dir.tensor_file import (
     read_tensor_headers,
     tensor_file_num_bytes,
@@ -49,7 +52,7 @@ def test_safetensors_reads_back_what_the_streaming_writer_wrote(
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     assert read_tensor_headers(path) == headers
     content = path.read_bytes()
-    for name, begin in tensor_offsets(headers).items():
+    for name, begin in tensor_offsets(path).items():
         assert content[begin : begin + headers[name].num_bytes] == _bytes(tensors[name]).tobytes()
     read = load_file(path)
     assert read.keys() == tensors.keys()
@@ -89,3 +92,21 @@ def _header(tensor: torch.Tensor) -> TensorHeader:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def test_weights_are_found_by_name_in_a_file_of_another_order(engine: Path) -> None:
+    """As another version may have written it."""
+    path = engine / "rank0.safetensors"
+    opened = EngineDir.open(engine)
+    with mapped_weights(opened, 0) as tensors:
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    headers = dict(reversed(read_tensor_headers(path).items()))
+    contents = {name: _bytes(expected[name]) for name in headers}
+    with path.open("wb") as file:
+        write_tensor_file(file, headers, contents.items())
+    with mapped_weights(opened, 0) as tensors:
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    with mapped_tensors(path, headers) as mapped:
+        for name, tensor in mapped.items():
+            assert ctypes.string_at(tensor.address, headers[name].num_bytes) == contents[name].tobytes(), name

@@ -109,7 +109,7 @@ class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[int, tuple[int, int]] = {}
         headers = tensor_headers(engine.manifest.pretrained_config)
-        for name, start in tensor_offsets(headers).items():
+        for name, start in tensor_offsets(self._path).items():
             dtype = torch_dtype(stored_dtype(headers[name].dtype) or "")
             self.tensors[name] = torch.empty(headers[name].shape, dtype=dtype, device="meta")
             self._places[self.tensors[name].untyped_storage()._cdata] = start, headers[name].num_bytes

@@ -84,7 +84,7 @@ def mapped_tensors(path: Path, headers: AbcMapping[str, TensorHeader]) -> Iterat
     thread = Thread(target=give_back, daemon=True, name="mapped weights")
     thread.start()
     try:
-        offsets = tensor_offsets(headers)
+        offsets = tensor_offsets(path)
         yield {name: _stored_tensor(name, header, memory, offsets[name]) for name, header in headers.items()}
     finally:
         is_done.set()

@@ -49,7 +49,7 @@ def mapped_weights(engine: EngineDir, rank: int) -> Iterator[dict[str, Tensor]]:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     tensors = {}
-    for name, start in tensor_offsets(headers).items():
+    for name, start in tensor_offsets(engine.weights_path(rank)).items():
         header = headers[name]
         content, dtype = memory[start : start + header.num_bytes], torch_dtype(stored_dtype(header.dtype) or "")
         if start % dtype.itemsize:
