@@ -36,6 +36,7 @@ def make_executor(
     quantization: QuantizationSpec | None = None,
     has_kernels: bool = True,
     is_deterministic: bool = False,
+    has_confidence: bool = False,
     **sizes: Any,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages; by default a single group of them, which
@@ -47,6 +48,7 @@ def make_executor(
         network,
         quantization=quantization,
         is_deterministic=is_deterministic,
+        has_confidence=has_confidence,
         kernels=kernels if isinstance(kernels, CpuKernels) else None,
         **limits,
     )

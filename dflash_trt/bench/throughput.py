@@ -76,6 +76,7 @@ def compare_policies(
         check_draft_length(length, engine, name="fixed_lengths")
     fixed = {f"K = {length}": length for length in lengths}
     draft_lens = (*fixed.values(), *AdaptiveDraftLength(most).lengths)
+    config = config.replaced(adaptive_draft_length=True)  # so that drafts have a confidence
     with closing(open_executor(engine, config, draft_lens=draft_lens)) as executor:
         reader = prompt_reader(engine)
         reports = []

@@ -7,6 +7,7 @@ K drafts a request verifies those that are worth it (`verify_budget`).
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,7 +19,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
-from dflash_trt.scheduler.verify_budget import RequestRates, VerifyBudget, best_budget
+from dflash_trt.scheduler.verify_budget import ConfidenceRates, RequestRates, VerifyBudget, best_budget
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
 # prior of position 0; later ones start from the rate of the previous one
@@ -35,6 +36,8 @@ _MAX_LOSS = 4.0  # maximum in a probe step, relative to the usual time of its to
 _OBSERVE_FRACTION, _MAX_UNOBSERVED = 0.05, 256  # of a prompt token's time; tokens per request
 _STALE_AFTER = 600  # steps
 _MAX_VERIFIED_PART = 0.9  # of a step's time, for all drafts that it could verify
+_NUM_RECENT = 128
+_NO_ROWS = np.zeros(0, np.int64)
 _OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is worth a probe
 
 
@@ -69,7 +72,10 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self.has_budget = device == "cpu"
         self._acceptance = AcceptanceCounts(max_draft_len, decay=_ACCEPTANCE_DECAY)
         self._requests = RequestRates()
-        self._slots = self._epochs = np.zeros(0, np.int64)  # of the last step
+        self._confidences = ConfidenceRates()
+        self._asked = _NO_ROWS, _NO_ROWS, np.zeros((0, max_draft_len)), np.zeros((0, max_draft_len))
+        self._recent: deque[Array] = deque(maxlen=_NUM_RECENT)  # [K], what `limit` knew of a request
+        self._slots = self._epochs = _NO_ROWS  # of the last step
         self._was_drafting = False
         self._costs = StepCosts(num_fixed_rows=NUM_FIXED_ROWS[device])
         self._current = self.lengths[-1]
@@ -94,12 +100,17 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._num_steps_since_change += 1
         return self._current if self._probe is None else self._probe
 
-    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+        if not num_candidates.any():
+            return num_candidates
+        rates = self._confidences.rates(confidence, self._usual_rates())
+        self._asked = slots, epochs, confidence, rates
         length = self._current if self._probe is None else self._probe
         is_measured = self._costs.age(len(slots), length) is not None
-        if not self.has_budget or not is_measured or not num_candidates.any():
+        reach = self._requests.reach(slots, epochs, rates)
+        self._recent.extend(reach[~np.isnan(confidence[:, 0])])
+        if not self.has_budget or not is_measured:
             return num_candidates
-        reach = self._requests.reach(slots, epochs, self._usual_rates())
         reach = np.where(np.arange(reach.shape[1]) < num_candidates[:, None], reach, 0.0)
         return self._budget(len(slots), length, reach).num_candidates(reach)
 
@@ -109,7 +120,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         for num_candidates, num_accepted in blocks:
             self._acceptance.add(num_candidates, num_accepted)
         self._slots, self._epochs = step.slots, step.epochs
-        self._requests.observe(step.slots, step.epochs, step.num_candidates, step.num_accepted, self._usual_rates())
+        self._learn(step)
         was_drafting, self._was_drafting = self._was_drafting, step.num_draft_tokens > 0
         if step.elapsed_s is None:
             return
@@ -128,32 +139,40 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             is_steady=step.num_draft_tokens == 0 or was_drafting,
         )
 
+    def _learn(self, step: StepObservation) -> None:
+        """What the verify blocks say of requests, and of the drafter's confidence if it was known before the step."""
+        blocks, usual = (step.num_candidates, step.num_accepted), np.tile(self._usual_rates(), (step.num_decoding, 1))
+        slots, epochs, confidence, rates = self._asked
+        known = slice(len(slots))
+        if np.array_equal(step.slots[known], slots) and np.array_equal(step.epochs[known], epochs):
+            usual[known] = rates
+            self._confidences.observe(confidence, *(counts[known] for counts in blocks))
+        self._requests.observe(step.slots, step.epochs, *blocks, usual)
+
     def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float:
         """Estimated throughput of all requests with this K; tokens per row before the first measured step."""
-        return self._budget(num_decoding, num_draft_tokens, self._usual_reach(num_decoding)).tokens_per_second
+        return self._budget(num_decoding, num_draft_tokens, self._usual_reach()).tokens_per_second
 
     def _budget(self, num_decoding: int, num_draft_tokens: int, reach: Array) -> VerifyBudget:
-        """Of a step with this K: what to verify of `reach` [R, any]."""
+        """Of a step with this K: what to verify of `reach` [any, any], of that many steps' requests together."""
         full_s, num_drafts = self._costs.estimate(num_decoding, num_draft_tokens), num_decoding * num_draft_tokens
         row_s = self._costs.row_s() if self.has_budget else 0.0
         row_s = min(row_s, _MAX_VERIFIED_PART * full_s / max(1, num_drafts))
         return best_budget(
             reach[:, :num_draft_tokens],
-            fixed_s=full_s - num_drafts * row_s,
+            fixed_s=(full_s - num_drafts * row_s) * len(reach) / max(1, num_decoding),
             row_s=row_s,
             least_gain=self._hysteresis_fraction,
         )
 
-    def _usual_reach(self, num_decoding: int) -> Array:
-        """Of requests as the last step had them."""
+    def _usual_reach(self) -> Array:
+        """Of the last requests whose drafts had a confidence, or those of the last step."""
         usual, known = self._usual_rates(), len(self._slots)
-        if not known:
-            return np.tile(np.cumprod(usual), (num_decoding, 1))
-        reach = self._requests.reach(self._slots, self._epochs, usual)
-        if known != num_decoding:
-            order = np.argsort(reach[:, 0])
-            reach = reach[order[np.linspace(0, known - 1, num_decoding).round().astype(int)]]
-        return reach
+        if self._recent:
+            return np.stack(self._recent)
+        if known:
+            return self._requests.reach(self._slots, self._epochs, np.tile(usual, (known, 1)))
+        return np.cumprod(usual)[None]
 
     def _num_steps_of_decision(self) -> int:
         if self._probe is not None:

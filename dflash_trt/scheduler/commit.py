@@ -59,6 +59,11 @@ class Committer:
 
     def commit(self, step: PlannedStep, result: StepResult) -> CommittedStep:
         """Commit the tokens of every row and end finished requests. Rows of other epochs give tokens, no K/V."""
+        if result.draft_confidence is not None:
+            slots = step.plan.rows.slot_ids
+            is_live = self._table.epoch[slots] == step.planned.epochs
+            width = result.draft_confidence.shape[1]
+            self._table.draft_confidence[slots[is_live], :width] = result.draft_confidence[is_live]
         if step.plan.prompt_rows is not None:
             collect_prompt_logprobs(step.plan, [row.prompt_logprobs for row in step.sequences], result)
         return self._commit_steady(step, result) or self._commit_rows(step, result)

@@ -45,8 +45,12 @@ class DraftLengthPolicy(Protocol):
         """K for a step with `num_decoding` requests that decode; never negative."""
         ...
 
-    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
-        """Drafts that each request verifies, int64 [R]: at most `num_candidates`, which are there; by default these."""
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+        """Drafts that each request verifies, int64 [R]: at most `num_candidates`, which are there.
+
+        `confidence` float64 [R, max_draft_len] are the drafter's, NaN where it has none. Asked of a policy with a
+        budget.
+        """
         return num_candidates
 
     def observe(self, step: StepObservation) -> None: ...

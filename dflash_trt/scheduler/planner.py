@@ -104,7 +104,7 @@ class StepPlanner:
                 return step
         if self._request_pool.waiting:
             self._admit(now, num_draft_tokens)
-        slots, num_candidates = self._decode_rows(num_draft_tokens)
+        slots, num_candidates = self._decode_rows(num_draft_tokens, [*ngram_drafts])
         num_candidates = allowed_candidates(self._table, slots, num_candidates)
         num_tokens, context_lens = num_candidates + 1, np.full(len(slots), CHAINED)
         is_emitting = np.ones(len(slots), bool)
@@ -341,15 +341,20 @@ class StepPlanner:
 
     # Rows
 
-    def _decode_rows(self, num_draft_tokens: int) -> tuple[Array, Array]:
-        """Slots that decode, and the drafts that each verifies."""
+    def _decode_rows(self, num_draft_tokens: int, ngram_slots: list[int]) -> tuple[Array, Array]:
+        """Slots that decode, and the drafts that each verifies; the policy limits those of the drafter."""
         slots, table = self._decoding(), self._table
         if not len(slots):
             return slots, _NONE
         num_candidates = np.minimum(
             table.max_candidates(slots), min(num_draft_tokens, self._max_candidates(len(slots)))
         )
-        num_candidates = self._policy.limit(slots, table.epoch[slots], num_candidates)
+        if self._policy.has_budget:
+            confidence = np.where(table.flight_tokens[slots, None] > 0, np.nan, table.draft_confidence[slots])
+            is_ngram = np.isin(slots, ngram_slots)
+            confidence[is_ngram] = np.nan
+            limited = self._policy.limit(slots, table.epoch[slots], num_candidates, confidence)
+            num_candidates = np.where(is_ngram, num_candidates, limited)
         ends = table.max_context_len(slots) + 1 + num_candidates
         if self._request_pool.grow_all(slots, -(-ends // self._limits.page_size) - table.num_pages[slots]):
             return slots, num_candidates

@@ -45,6 +45,8 @@ class SlotTable:
         # A chained row may follow: the last planned row emits. It has `num_drafts` drafts to verify.
         self.is_decoding = np.zeros(size, bool)
         self.num_drafts = np.zeros(size, np.int64)
+        # Of the drafts of the last committed row; float64 [S, max_draft_len].
+        self.draft_confidence = np.full((size, limits.max_draft_len), np.nan)
         # Positions that the newest uncommitted row writes at most; 0 without one.
         self.flight_tokens = np.zeros(size, np.int64)
         self.flight_candidates = np.zeros(size, np.int64)

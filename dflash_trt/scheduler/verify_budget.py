@@ -16,7 +16,34 @@ from dflash_trt.core.array import Array
 
 _DECAY = 0.97  # per step, of what a request is known for: about its last 30 steps, so that it is tried again after them
 _PRIOR_WEIGHT = 4.0  # accepted drafts that a request is given to begin with, as many as expected
+_CONFIDENCE_DECAY, _CONFIDENCE_WEIGHT = 0.998, 8.0  # per step; drafts as good as their confidence to begin with
 _MAX_RATE = 0.98
+
+
+class ConfidenceRates:
+    """Acceptance rates of drafts by the drafter's confidence in them, learned from those that were tested."""
+
+    _EDGES = np.array([0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99])
+    _MIDDLES = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.925, 0.97, 0.995])
+
+    def __init__(self) -> None:
+        self._reached = np.full(len(self._MIDDLES), _CONFIDENCE_WEIGHT)
+        self._accepted = self._reached * self._MIDDLES
+
+    def rates(self, confidence: Array, usual: Array) -> Array:
+        """Of drafts with a confidence [R, K]; where it is NaN, the usual rate [K] by position."""
+        rates = (self._accepted / self._reached)[np.searchsorted(self._EDGES, confidence, side="right")]
+        found: Array = np.where(np.isnan(confidence), usual, rates)
+        return found
+
+    def observe(self, confidence: Array, num_candidates: Array, num_accepted: Array) -> None:
+        columns = np.arange(confidence.shape[1])
+        is_accepted = columns < num_accepted[:, None]
+        is_tested = (columns < np.minimum(num_accepted + 1, num_candidates)[:, None]) & ~np.isnan(confidence)
+        bins = np.searchsorted(self._EDGES, confidence, side="right")
+        for counts, is_counted in ((self._reached, is_tested), (self._accepted, is_tested & is_accepted)):
+            counts *= _CONFIDENCE_DECAY
+            counts += np.bincount(bins[is_counted], minlength=len(counts))
 
 
 class RequestRates:
@@ -27,15 +54,15 @@ class RequestRates:
         self._accepted, self._expected = np.zeros((2, 0))
 
     def observe(self, slots: Array, epochs: Array, num_candidates: Array, num_accepted: Array, usual: Array) -> None:
-        """Count a step's verify blocks [R], none where num_candidates is 0. `usual` rates [K] are by position."""
+        """Count a step's verify blocks [R], none where num_candidates is 0, which usually had these rates [R, K]."""
         self._begin(slots, epochs)
         num_reached = np.minimum(num_accepted + 1, num_candidates)
-        expected = np.append(0.0, np.cumsum(usual))[num_reached]
+        expected = np.where(np.arange(usual.shape[1]) < num_reached[:, None], usual, 0.0).sum(1)
         self._accepted[slots] = _DECAY * self._accepted[slots] + num_accepted
         self._expected[slots] = _DECAY * self._expected[slots] + expected
 
     def reach(self, slots: Array, epochs: Array, usual: Array) -> Array:
-        """float64 [R, K]: the probability that a draft and all before it are accepted."""
+        """float64 [R, K]: the chance that a draft and all before it are accepted; `usual` rates [R, K]."""
         self._begin(slots, epochs)
         factors = (self._accepted[slots] + _PRIOR_WEIGHT) / (self._expected[slots] + _PRIOR_WEIGHT)
         reached: Array = np.cumprod(np.minimum(factors[:, None] * usual, _MAX_RATE), axis=1)

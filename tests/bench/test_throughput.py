@@ -114,7 +114,8 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
         progress=lambda line: None,
     )
     assert list(made[0]) == [*(f"K = {length}" for length in expected), "adaptive"]
-    assert opened == [(config, {"draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)})]
+    asked = config.replaced(adaptive_draft_length=True)
+    assert opened == [(asked, {"draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)})]
     assert works == [6] * 3
     assert {speed.output_tok_per_s for speed in report.speeds} == {25.0}, "the first of three runs does not count"
 

@@ -51,14 +51,15 @@ LENGTHS = (3, 9, 1, 6, 4)
 def executor(tmp_path_factory: pytest.TempPathFactory) -> StepExecutor:
     root = tmp_path_factory.mktemp("pair")
     target = make_target(root / "target", vocab_size=VOCAB_SIZE, tokenizer=False)
-    return make_executor(target, make_zlab_drafter(root / "drafter", target_dir=target, block_size=K + 1))
+    drafter = make_zlab_drafter(root / "drafter", target_dir=target, block_size=K + 1)
+    return make_executor(target, drafter, has_confidence=True)
 
 
 class Small:
     """Takes steps of a few rows only."""
 
     def __init__(self, executor: StepExecutor, max_rows: int) -> None:
-        self.executor, self.max_rows = executor, max_rows
+        self.executor, self.limits, self.max_rows = executor, executor.limits, max_rows
 
     def submit(self, plan: StepPlan) -> StepHandle:
         if plan.rows.num_requests > self.max_rows:
@@ -95,6 +96,8 @@ def test_the_parts_of_a_step_give_what_the_whole_gives(executor: StepExecutor, m
     for name in ("emitted_tokens", "num_accepted", "next_context_lens", "draft_tokens"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), name)
     np.testing.assert_allclose(found.emitted_logprobs, whole.emitted_logprobs, rtol=1e-4)
+    assert found.draft_confidence is not None and whole.draft_confidence is not None
+    np.testing.assert_allclose(found.draft_confidence, whole.draft_confidence, rtol=1e-4)
     assert found.top is not None and whole.top is not None and found.prompt is not None and whole.prompt is not None
     np.testing.assert_allclose(found.prompt.logprobs, whole.prompt.logprobs, rtol=1e-4)
     for ours, theirs in ((found.top, whole.top), (found.prompt.top, whole.prompt.top)):

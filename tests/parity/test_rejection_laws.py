@@ -126,7 +126,7 @@ class HistoryBudget(FixedDraftLength):
         super().__init__(3)
         self._num_accepted = np.zeros(64, np.int64)
 
-    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
         return np.minimum(num_candidates, (self._num_accepted[slots] + np.arange(len(slots))) % 4)
 
     def observe(self, step: StepObservation) -> None:
@@ -140,7 +140,7 @@ class PeekingBudget(HistoryBudget):
         super().__init__()
         self._drafts = executor._slots.token_ids
 
-    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
         return np.where(self._drafts.numpy()[slots, 1] == 2, num_candidates, 0)
 
 

@@ -46,8 +46,8 @@ def chosen(policy: DraftLengthPolicy, cost_s: CostFunction, acceptance: float, b
             lengths.append(policy.choose(num_decoding))
             return lengths[-1]
 
-        def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
-            return policy.limit(slots, epochs, num_candidates)
+        def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+            return policy.limit(slots, epochs, num_candidates, confidence)
 
         def observe(self, step: StepObservation) -> None:
             policy.observe(step)

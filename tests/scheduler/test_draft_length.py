@@ -265,8 +265,8 @@ def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
                 chosen.append(policy.choose(num_decoding))
                 return chosen[-1]
 
-            def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
-                return policy.limit(slots, epochs, num_candidates)
+            def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+                return policy.limit(slots, epochs, num_candidates, confidence)
 
             def observe(self, step: StepObservation) -> None:
                 policy.observe(step)

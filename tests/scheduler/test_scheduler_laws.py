@@ -34,7 +34,7 @@ class AnyK(DraftLengthPolicy):
     def choose(self, num_decoding: int) -> int:
         return self.num_draft_tokens
 
-    def limit(self, slots: Array, epochs: Array, num_candidates: Array) -> Array:
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
         return np.minimum(num_candidates, np.arange(len(slots)) % 4) if self.has_budget else num_candidates
 
     def observe(self, step: Any) -> None:

@@ -1,18 +1,26 @@
 """The drafts that a step verifies: the best number of them, what is known of a request, and what both gain."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import StepResult
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import FixedDraftLength
-from dflash_trt.scheduler.verify_budget import RequestRates, best_budget
+from dflash_trt.scheduler.planner import PlannedStep
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.verify_budget import ConfidenceRates, RequestRates, best_budget
+from tests.fake_executor import FakeExecutor
+from tests.scheduler.driver import make_limits, make_request
 from tests.scheduler.simulation import CostFunction, Device, cpu_cost_s
 
 USUAL = np.array([0.8, 0.8, 0.8])
+THREE, ONE = np.tile(USUAL, (3, 1)), USUAL[None]
 
 
 @given(
@@ -51,22 +59,22 @@ def test_drafts_that_are_not_there_are_not_chosen_and_a_small_gain_leaves_none_o
 def test_requests_are_told_apart_by_what_they_had_accepted() -> None:
     requests, slots, epochs = RequestRates(), np.array([0, 5, 2]), np.array([7, 8, 9])
     for _ in range(20):
-        requests.observe(slots, epochs, np.array([3, 3, 0]), np.array([3, 0, 0]), USUAL)
-    good, bad, unknown = requests.reach(slots, epochs, USUAL)
+        requests.observe(slots, epochs, np.array([3, 3, 0]), np.array([3, 0, 0]), THREE)
+    good, bad, unknown = requests.reach(slots, epochs, THREE)
     assert unknown == pytest.approx(np.cumprod(USUAL))
     assert good[2] > 1.5 * unknown[2] and bad[0] < 0.4 * unknown[0]
-    (new,) = requests.reach(np.array([5]), np.array([10]), USUAL)
+    (new,) = requests.reach(np.array([5]), np.array([10]), ONE)
     assert new == pytest.approx(unknown), "another request in the slot"
 
 
 def test_a_request_that_verified_nothing_for_long_is_believed_again() -> None:
     requests, slots, epochs = RequestRates(), np.array([0]), np.array([0])
     for _ in range(20):
-        requests.observe(slots, epochs, np.array([3]), np.array([0]), USUAL)
-    (before,) = requests.reach(slots, epochs, USUAL)
+        requests.observe(slots, epochs, np.array([3]), np.array([0]), ONE)
+    (before,) = requests.reach(slots, epochs, ONE)
     for _ in range(100):
-        requests.observe(slots, epochs, np.array([0]), np.array([0]), USUAL)
-    (after,) = requests.reach(slots, epochs, USUAL)
+        requests.observe(slots, epochs, np.array([0]), np.array([0]), ONE)
+    (after,) = requests.reach(slots, epochs, ONE)
     assert before[0] < 0.4 * USUAL[0] and after[0] > 0.8 * USUAL[0]
 
 
@@ -91,3 +99,48 @@ def test_mixed_requests_gain_over_the_best_k_for_all(cost_s: CostFunction, num_r
     device.run(adaptive, [num_requests] * 800)
     best = max(device.run(FixedDraftLength(length), [num_requests] * 400) for length in range(8))
     assert device.run(adaptive, [num_requests] * 400) > least * best
+
+
+def test_confidence_is_believed_as_far_as_drafts_with_it_were_accepted() -> None:
+    confidences, given = ConfidenceRates(), np.array([[0.97, 0.5, 0.5]])
+    before = confidences.rates(given, USUAL)
+    assert before[0] == pytest.approx([0.97, 0.5, 0.5])
+    for _ in range(200):
+        confidences.observe(given, np.array([3]), np.array([1]))  # the third is never reached
+    (after,) = confidences.rates(given, USUAL)
+    assert after[0] > 0.97 and after[1] < 0.1
+    unknown = confidences.rates(np.full((2, 3), np.nan), USUAL)
+    assert unknown.tolist() == [USUAL.tolist()] * 2
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_policy_is_told_the_confidence_of_drafts_that_are_known(is_ahead: bool) -> None:
+    """One step ahead, the drafts to verify are those of a step that runs still."""
+    told: list[Array] = []
+
+    class Spy(FixedDraftLength):
+        has_budget = True
+
+        def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+            told.append(confidence)
+            return num_candidates
+
+    limits = make_limits(max_draft_len=2)
+    executor, scheduler = FakeExecutor(limits), Scheduler(limits, policy=Spy(2))
+    scheduler.add(make_request("r", [1, 2, 3], max_new_tokens=30))
+
+    def submit(number: float) -> tuple[PlannedStep, StepResult]:
+        step = scheduler.plan()
+        result = executor.submit(step.plan).result()
+        return step, replace(result, draft_confidence=np.full(result.draft_tokens.shape, number, np.float32))
+
+    pending = submit(0.25)
+    for number in (0.5, 0.75):
+        if not is_ahead:
+            scheduler.commit(*pending)
+        following = submit(number)
+        if is_ahead:
+            scheduler.commit(*pending)
+        pending = following
+    expected = np.nan if is_ahead else 0.25
+    assert np.array_equal(told[0], np.full((1, 2), expected), equal_nan=True)

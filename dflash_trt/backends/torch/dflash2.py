@@ -36,8 +36,8 @@ def select_tokens(
     codebooks: Codebooks[Tensor],
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
-) -> Proposal[Tensor]:
-    """See `Ops.select_tokens`; fp32 from the logits on.
+) -> tuple[Proposal[Tensor], Tensor]:
+    """See `Ops.select_tokens`; fp32 from the logits on. Also the candidates' scores [R, K, C].
 
     Among equal logits the smaller token counts as more likely; among equal scores the more likely token is taken.
     """
@@ -56,7 +56,7 @@ def select_tokens(
             score = score + noise[:, slot]
         token = ids.gather(1, score.argmax(dim=1, keepdim=True))[:, 0]
         path.append(token)
-    return walked(torch.stack(path, dim=1).int(), candidates, scores, inputs)
+    return walked(torch.stack(path, dim=1).int(), candidates, scores, inputs), scores
 
 
 def walked(

@@ -62,12 +62,14 @@ class TorchExecutor:
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
         is_deterministic: bool = False,
+        has_confidence: bool = False,
         on_read: Callable[[int], None] | None = None,
         kernels: CpuKernels | None = None,
     ) -> None:
         """`quantization` says which pages are FP8; quantized weights are in the network already.
 
-        `ranks` have the other shards of the network; all run the same steps. `kernels` compute what they can.
+        `ranks` have the other shards of the network; all run the same steps. With `has_confidence`, drafts come with
+        one. `kernels` compute what they can.
         """
         assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
@@ -79,6 +81,7 @@ class TorchExecutor:
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
+            has_confidence=has_confidence,
         )
         num_positions = self.limits.max_positions + self.limits.max_draft_len + 1  # a draft block reaches further
         dtype = activation_dtype(network)
@@ -133,6 +136,7 @@ class TorchExecutor:
                 quantization=manifest.pretrained_config.quantization,
                 ranks=ranks,
                 is_deterministic=config.deterministic,
+                has_confidence=config.adaptive_draft_length,
                 on_read=engine.on_read,
                 kernels=None if isinstance(kernels, NoKernels) else kernels,
             )
@@ -196,4 +200,5 @@ class TorchExecutor:
             masks=masks,
             slot_ids=slot_ids,
             windows=[group.window for group in self.limits.page_windows],
+            has_confidence=self.limits.has_draft_confidence,
         )

@@ -166,6 +166,7 @@ def limits_of(
     max_num_tokens: int,
     max_draft_len: int,
     unsupported_sampling: frozenset[str] = frozenset(),
+    has_confidence: bool = False,
 ) -> ExecutorLimits:
     """Limits of steps of this network on these pages; max_draft_len is 0 without a drafter."""
     return ExecutorLimits(
@@ -179,7 +180,7 @@ def limits_of(
         page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
-        has_draft_confidence=network.draft is not None and network.draft.has_confidence,
+        has_draft_confidence=network.draft is not None and (has_confidence or network.draft.has_confidence),
     )
 
 

@@ -99,6 +99,7 @@ class TorchOps:
         masks: TokenMasks | None = None,
         slot_ids: Tensor | None = None,  # int64 [R]; None if request r has slot r
         windows: Sequence[int] = (),  # windows of the page groups after the first
+        has_confidence: bool = False,  # of drafts
     ) -> None:
         self._ranks = ranks
         self._adjust = adjust
@@ -107,6 +108,7 @@ class TorchOps:
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
         self._masks = masks
+        self._has_confidence = has_confidence
         self._windows: Sequence[int | None] = (None, *windows)
         self._take_rows(inputs)
 
@@ -358,9 +360,18 @@ class TorchOps:
         draft_topk: int,
         first_slot: int = 1,
     ) -> Proposal[Tensor]:
-        return torch_sampling.draft_tokens(
+        proposal = torch_sampling.draft_tokens(
             logits, self._inputs, acceptance, draft_to_target, draft_topk=draft_topk, first_slot=first_slot
         )
+        return self._with_confidence(proposal, logits)
+
+    def _with_confidence(self, proposal: Proposal[Tensor], scores: Tensor) -> Proposal[Tensor]:
+        """The probability of the most likely token, by `scores` [..., any] without noise."""
+        if not self._has_confidence:
+            return proposal
+        scores = scores.float()
+        confidence = (scores.amax(-1) - scores.logsumexp(-1)).exp()
+        return replace(proposal, confidence=confidence.view(proposal.tokens.shape))
 
     def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
         return torch_dflash2.block_conv(x, filters, base, num_slots=self._num_draft_tokens + 1)
@@ -368,7 +379,8 @@ class TorchOps:
     def select_tokens(
         self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
     ) -> Proposal[Tensor]:
-        return torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
+        proposal, scores = torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
+        return self._with_confidence(proposal, scores)
 
     def _index_tokens(self, group: int) -> Any:
         return plan_attention(

@@ -49,7 +49,8 @@ class DSparkDrafter(dflash.DFlashDrafter[T]):
             options = {"draft_topk": self.spec.draft_topk, "first_slot": slot + 1}
             drafts.append(ops.draft_tokens(biased, acceptance, self.draft_to_target, **options))
             embedded = ops.gather_rows(self.previous, drafts[-1].tokens)
-        return replace(joined(ops, drafts), confidence=self._confidence(ops, states, tokens))
+        proposal, confidence = joined(ops, drafts), self._confidence(ops, states, tokens)
+        return proposal if confidence is None else replace(proposal, confidence=confidence)
 
     def _latent(self, ops: Ops[T], embedded: T, hidden: T, memory: T | None) -> tuple[T, T | None]:
         """m [R, r] and the next state of a slot, from W1[x] [R, r], h [R, H] and its state."""

@@ -242,7 +242,7 @@ class NativeOps(TorchOps):
             out.data_ptr(),
         )
         self._kernels.select(ctypes.addressof(selection))
-        return walked(out, tokens, scores, self._inputs)
+        return self._with_confidence(walked(out, tokens, scores, self._inputs), scores)
 
     def _index_tokens(self, group: int) -> Any:
         inputs = self._inputs
