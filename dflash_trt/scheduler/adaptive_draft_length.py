@@ -162,7 +162,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             reach[:, :num_draft_tokens],
             fixed_s=(full_s - num_drafts * row_s) * len(reach) / max(1, num_decoding),
             row_s=row_s,
-            least_gain=self._hysteresis_fraction,
         )
 
     def _usual_reach(self) -> Array:

@@ -5,7 +5,7 @@ not change, and n rows. The best n is where tokens per second are highest. Reque
 relative to the usual rates by position, decides how far its drafts are believed.
 
 The choice looks at tokens that are emitted already, never at a draft: if a draft's value decided whether it is tested,
-texts would be biased (docs/design/scheduling.md).
+texts would be biased (docs/design/drafts.md).
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ _DECAY = 0.97  # per step, of what a request is known for: about its last 30 ste
 _PRIOR_WEIGHT = 4.0  # accepted drafts that a request is given to begin with, as many as expected
 _CONFIDENCE_DECAY, _CONFIDENCE_WEIGHT = 0.998, 8.0  # per step; drafts as good as their confidence to begin with
 _MAX_RATE = 0.98
+_MARGIN = 0.2  # drafts that are nearly worth it are verified, since what is known of them is noisy
 
 
 class ConfidenceRates:
@@ -82,28 +83,24 @@ class RequestRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyBudget:
-    """Drafts to verify in a step: all whose probability is at least `threshold`."""
+    """Drafts to verify in a step: all that are accepted more likely than `threshold`."""
 
-    num_drafts: int
     threshold: float
     tokens_per_second: float
 
     def num_candidates(self, reach: Array) -> Array:
         """Of each row of `reach` [R, K], whose rows fall."""
-        counts: Array = (reach >= self.threshold).sum(axis=1)
+        counts: Array = (reach > self.threshold).sum(axis=1)
         return counts
 
 
-def best_budget(reach: Array, *, fixed_s: float, row_s: float, least_gain: float = 0.0) -> VerifyBudget:
-    """The best number of drafts for `reach` [R, K], 0 where there is none; all of them if that gains too little.
+def best_budget(reach: Array, *, fixed_s: float, row_s: float) -> VerifyBudget:
+    """The best choice of drafts for `reach` [R, K], 0 where there is none; `fixed_s`: a step that verifies none.
 
-    `fixed_s` is the time of a step that verifies none.
+    A draft is worth its row if it adds more tokens than a step makes in that time. So a draft that is left out changes
+    no other choice, nor does what comes after it: a later draft's chance may follow from an earlier one's value.
     """
     ordered = np.sort(reach[reach > 0])[::-1]
     num_tokens = len(reach) + np.append(0.0, np.cumsum(ordered))
-    speeds = num_tokens / (fixed_s + row_s * np.arange(len(num_tokens)))
-    best = int(speeds.argmax())
-    if speeds[best] < (1 + least_gain) * speeds[-1]:
-        best = len(ordered)
-    threshold = float(ordered[best - 1]) if best else np.inf
-    return VerifyBudget(num_drafts=best, threshold=threshold, tokens_per_second=float(speeds[best]))
+    speed = float((num_tokens / (fixed_s + row_s * np.arange(len(num_tokens)))).max())
+    return VerifyBudget(threshold=(1 - _MARGIN) * row_s * speed, tokens_per_second=speed)

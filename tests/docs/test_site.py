@@ -92,7 +92,7 @@ def test_the_containerfile_copies_what_is_there_and_installs_the_locked_pytorch(
 
 def test_a_design_page_begins_with_a_figure_that_is_in_the_site(site: Path) -> None:
     pages = sorted((ROOT / "docs" / "design").glob("*.md"))
-    assert len(pages) == 8
+    assert len(pages) == 9
     for page in pages:
         _, figure = page.read_text().split("\n\n")[:2]
         (name,) = re.findall(r"^!\[[^\]]+\]\(\.\./(figures/design/\w+\.svg)\)$", figure)

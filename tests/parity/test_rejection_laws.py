@@ -21,6 +21,7 @@ from dflash_trt.network.proposal import Proposal
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.verify_budget import best_budget
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.dflash2_files import make_dflash2_drafter
 from tests.dspark_files import save_dspark_drafter
@@ -58,7 +59,8 @@ def executor(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pyt
 
 def open_executor(name: str, target: Path, path: Path) -> TorchExecutor:
     make, options = MAKERS[name]
-    return make_executor(target, make(path, target_dir=target, **options), max_batch_size=64)
+    drafter = make(path, target_dir=target, **options)
+    return make_executor(target, drafter, max_batch_size=64, has_confidence=True)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,17 @@ class HistoryBudget(FixedDraftLength):
         self._num_accepted[step.slots] += step.num_accepted
 
 
+class ConfidenceBudget(FixedDraftLength):
+    """The adaptive policy's rule, for times that are fixed."""
+
+    has_budget = True
+
+    def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+        known = np.where(np.isnan(confidence), 0.5, confidence)
+        reach = np.cumprod(np.where(np.arange(known.shape[1]) < num_candidates[:, None], known, 0.0), axis=1)
+        return best_budget(reach, fixed_s=0.5 * len(slots), row_s=0.12).num_candidates(reach)
+
+
 class PeekingBudget(HistoryBudget):
     """Verifies a first draft by its value: what no budget may do."""
 
@@ -161,6 +174,7 @@ MODES: dict[str, dict[str, Any]] = {
     "overlapped": {"overlaps": True},
     "another K in every batch": {"draft_lengths": {1: 3, 16: 1, 40: 2, 60: 3}},
     "a budget by history": {"policy": HistoryBudget()},
+    "a budget by confidence": {"policy": ConfidenceBudget(3)},
 }
 
 

@@ -76,7 +76,7 @@ def test_decoding_without_drafts_is_tried_where_the_drafter_is_what_costs() -> N
         return 1e-3 + 0.05e-3 * num_requests * num_verified + (6e-3 if num_drafted else 0.0)
 
     lengths = chosen(AdaptiveDraftLength(7), drafter_bound_s, 0.8, [4] * 400)
-    assert lengths.count(0) > 350
+    assert lengths.count(0) > 340
 
 
 @pytest.mark.parametrize(("num_decoding", "is_free"), [(24, True), (16, False), (4, False), (3, True)])

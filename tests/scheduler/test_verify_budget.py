@@ -33,27 +33,47 @@ def test_no_other_choice_of_drafts_gives_more_tokens_per_second(
 ) -> None:
     reach = np.cumprod(rates, axis=1)
     budget = best_budget(reach, fixed_s=fixed_s, row_s=row_s)
+    best = replace(budget, threshold=row_s * budget.tokens_per_second)
 
     def speed(counts: Sequence[int]) -> float:
         tokens = len(reach) + sum(row[:count].sum() for row, count in zip(reach, counts, strict=True))
         return float(tokens / (fixed_s + row_s * sum(counts)))
 
-    chosen = budget.num_candidates(reach).tolist()
+    chosen = best.num_candidates(reach).tolist()
     found = speed(chosen)
     assert found == pytest.approx(budget.tokens_per_second)
-    assert sum(chosen) == budget.num_drafts
+    more = budget.num_candidates(reach)
+    assert (more >= chosen).all() and speed(more.tolist()) > 0.8 * found, "with those that are nearly worth it"
     for row in range(len(reach)):
         for count in range(5):
             assert speed([*chosen[:row], count, *chosen[row + 1 :]]) <= found * (1 + 1e-9)
 
 
-def test_drafts_that_are_not_there_are_not_chosen_and_a_small_gain_leaves_none_out() -> None:
-    reach = np.array([[0.9, 0.8], [0.5, 0.0]])
+def test_drafts_that_are_not_there_are_not_chosen() -> None:
+    reach = np.array([[0.9, 0.8], [0.4, 0.0]])
     assert best_budget(reach, fixed_s=1.0, row_s=0.0).num_candidates(reach).tolist() == [2, 1]
     assert best_budget(reach, fixed_s=2.0, row_s=0.6).num_candidates(reach).tolist() == [2, 0]
-    assert best_budget(reach, fixed_s=2.0, row_s=0.6, least_gain=0.5).num_candidates(reach).tolist() == [2, 1]
     nothing = best_budget(np.zeros((3, 0)), fixed_s=1.5, row_s=0.1)
-    assert (nothing.num_drafts, nothing.tokens_per_second) == (0, 2.0)
+    assert (nothing.num_candidates(np.zeros((3, 0))).tolist(), nothing.tokens_per_second) == ([0, 0, 0], 2.0)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4),
+    st.integers(0, 3),
+    st.floats(0.1, 20.0),
+    st.floats(0.0, 2.0),
+)
+def test_no_choice_depends_on_what_comes_after_it(
+    rates: list[list[float]], other: list[float], column: int, fixed_s: float, row_s: float
+) -> None:
+    """Rates after a draft may follow from its value. Otherwise the choice would bias the text."""
+    changed = [[*rates[0][: column + 1], *other[column + 1 :]], *rates[1:]]
+    counts = []
+    for each in (rates, changed):
+        reach = np.cumprod(each, axis=1)
+        counts.append(best_budget(reach, fixed_s=fixed_s, row_s=row_s).num_candidates(reach)[0])
+    assert min(counts[0], column + 1) == min(counts[1], column + 1)
 
 
 def test_requests_are_told_apart_by_what_they_had_accepted() -> None:
