@@ -59,8 +59,8 @@ matrix](support.md) and [which backend when](backends.md).
 _RUNS = """## What runs
 
 The number of ranks, 1, 2, 4 or 8, with which nothing is refused; letters name [reasons](#refusals). bf16, FP8 and FP4
-(NVFP4) are made of the unquantized checkpoint, with the drafter in bf16; a target that is published in a format is
-taken as it is. Several ranks divide experts among them, none of which is cut.
+(NVFP4) are made of the unquantized checkpoint, with the drafter as it is published, in bf16 where nothing else is said;
+a target that is published in a format is taken as it is. Several ranks divide experts among them, none of which is cut.
 """
 _REFUSALS = """## Refusals
 
@@ -71,6 +71,7 @@ _SIZES = f"""## Sizes
 Weights of target and drafter on one rank, K/V of a token in bfloat16, and what `plan` says of the fewest GPUs, 1, 2, 4
 or 8, that hold an engine of backend `torch`: the tokens whose K/V fit beside it, and no more than {MAX_BATCH_SIZE}
 requests of {MAX_SEQ_LEN:,} tokens need. A format that the GPU does not compute in has none.
+An embedding of the drafter's own, which only the tensors of a Speculators file show, is not counted.
 """
 _FILES = f"""## Published files
 
@@ -179,7 +180,8 @@ def _notes(forms: Sequence[Sequence[Form]]) -> str:
 def _drafter(form: Form) -> str:
     assert form.specs.draft is not None
     mark = " \\*" if form.pair.drafter in ASSUMED else ""
-    return f"{form.specs.draft.algorithm}{mark}"
+    formats = {found for name, found in form.specs.quantization.linears.items() if name.startswith("draft.")}
+    return ", ".join([form.specs.draft.algorithm, *sorted(formats)]) + mark
 
 
 def _linked(repository: str) -> str:

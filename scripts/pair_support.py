@@ -71,14 +71,14 @@ class Form:
 
 
 def described_pairs() -> tuple[KnownPair, ...]:
-    """Those whose target's family can be read; of the others no shape is known here."""
-    return tuple(pair for pair in known_pairs() if pair.target in TARGETS)
+    """Those that can be read; of the others no shape is known here."""
+    return tuple(pair for pair in known_pairs() if pair.target in TARGETS and pair.needs is None)
 
 
 def forms_of(pair: KnownPair, directory: Path) -> Iterator[Form]:
-    """A checkpoint that is published in a format keeps it; from any other, FP8 and FP4 are made."""
+    """A target that is published in a format keeps it; from any other, FP8 and FP4 are made. Drafters keep theirs."""
     specs = read_specs(write_config(directory, pair.target), write_config(directory, pair.drafter))
-    stored = sorted(set(specs.quantization.linears.values()))
+    stored = sorted({found for name, found in specs.quantization.linears.items() if name.startswith("target.")})
     for name, asked in _ASKED.items():
         if stored and name != "bf16":
             return

@@ -2,8 +2,8 @@
 
 Drafters whose shape nobody has published are in ASSUMED, with what was taken from others of their family. Sources:
 the model cards; the configs in tests/data/drafter_configs; fixtures of other engines for the sizes of Qwen3.5-122B and
-397B; github.com/google/tunix PR 1570 for Gemma 4; github.com/deepseek-ai/DeepSpec for its DSpark drafters, tests of
-vllm.cpp and of modular/modular for Red Hat's.
+397B; github.com/google/tunix PR 1570 for Gemma 4; github.com/deepseek-ai/DeepSpec for its DSpark drafters; tests of
+vllm.cpp, modular/modular, nemo_rl, sglang and others, cards and sizes of files for Red Hat's (known_pairs.toml).
 """
 
 import json
@@ -76,6 +76,8 @@ _CODER = _qwen3(
     max_position_embeddings=262144,
     rope_theta=1e7,
 )
+_QWEN3_32B = _qwen3(5120, 25600, 64, num_attention_heads=64)
+_QWEN3_30B = _CODER | {"max_position_embeddings": 40960, "rope_theta": 1e6}
 _LLAMA = _qwen3(
     4096,
     14336,
@@ -260,6 +262,9 @@ TARGETS: dict[str, Config] = {
     "Qwen/Qwen3-4B-FP8": _QWEN3_4B | {"quantization_config": _BLOCK_FP8 | {"modules_to_not_convert": ["lm_head"]}},
     "Qwen/Qwen3-8B": _QWEN3_8B,
     "Qwen/Qwen3-14B": _QWEN3_14B,
+    "Qwen/Qwen3-32B": _QWEN3_32B,
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _CODER,
     "nvidia/Qwen3-8B-FP8": _QWEN3_8B | {"quantization_config": _FP8},
     "nvidia/Qwen3-8B-NVFP4": _QWEN3_8B | {"quantization_config": _NVFP4},
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA,
@@ -340,6 +345,41 @@ def _red_hat(layer: Config, taps: list[int], mask: int, *, from_anchor: bool) ->
     }
 
 
+def _layer(target: Config, **fields: Any) -> Config:
+    """Of Speculators, like one of the target's."""
+    shapes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shapes += ("vocab_size", "max_position_embeddings", "rms_norm_eps")
+    rope = {name: target[name] for name in ("rope_theta", "rope_scaling") if name in target}
+    return {"model_type": "llama", **{name: target[name] for name in shapes}, **rope, **fields}
+
+
+def _blocks(target: Config, taps: list[int], mask: int, **fields: Any) -> Config:
+    """Red Hat's DFlash, of Speculators."""
+    return {
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": taps,
+        "block_size": 8,
+        "draft_vocab_size": 32000,
+        "mask_token_id": mask,
+        "transformer_layer_config": _layer(target, num_hidden_layers=5, **fields),
+    }
+
+
+def _chain(target: Config, *, draft_vocab_size: int = 32000, norm_before_fc: bool = False, **fields: Any) -> Config:
+    """Red Hat's EAGLE-3, of Speculators, with SafeAILab's taps."""
+    return {
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": draft_vocab_size,
+        "norm_before_fc": norm_before_fc,
+        "norm_before_residual": True,
+        "transformer_layer_config": _layer(target, num_hidden_layers=1, **fields),
+    }
+
+
+_GEMMA_31B, _GEMMA_26B = (TARGETS[f"google/gemma-4-{name}-it"] for name in ("31B", "26B-A4B"))
+_WINDOWS = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048, "use_sliding_window": True}
+_GPT_OSS_LAYER = {"rope_theta": 1e4, "rope_scaling": None}
+_PARTS_IN_BF16 = ["lm_head", "re:.*_conv.*", "re:.*candidate_selector.*"]
 _TAPS_36 = [1, 9, 17, 25, 33]
 _GPT_OSS_DRAFTER = _read("scripts/full_size/gpt-oss-20b-DFlash.json")
 _TAPS_32, _TAPS_40 = [1, 5, 9, 13, 17, 21, 25, 29], [1, 6, 11, 16, 22, 27, 32, 37]
@@ -445,10 +485,40 @@ DRAFTERS: dict[str, Config] = {
         4,
         from_anchor=False,
     ),
+    "RedHatAI/Qwen3-8B-speculator.dflash": _blocks(_QWEN3_8B, [2, 10, 18, 26, 34], 151669),
+    "RedHatAI/Qwen3-30B-A3B-speculator.dflash": _blocks(_QWEN3_30B, [1, 12, 23, 34, 45], 151669, **_WINDOWS),
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash": _blocks(_CODER, [1, 12, 23, 34, 45], 151669, **_WINDOWS),
+    "RedHatAI/gemma-4-31B-it-speculator.dflash": _blocks(_GEMMA_31B, [1, 17, 29, 47, 58], 4, rope_theta=1e4),
+    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": _chain(_LLAMA),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": _chain(_QWEN3_8B),
+    "RedHatAI/Qwen3-14B-speculator.eagle3": _chain(_QWEN3_14B),
+    "RedHatAI/Qwen3-32B-speculator.eagle3": _chain(_QWEN3_32B),
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": _chain(_CODER),
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": _chain(
+        _GPT_OSS, draft_vocab_size=64000, norm_before_fc=True, **_GPT_OSS_LAYER
+    ),
+    "RedHatAI/gpt-oss-120b-speculator.eagle3": _chain(
+        _GPT_OSS_LARGE, draft_vocab_size=64000, norm_before_fc=True, **_GPT_OSS_LAYER
+    ),
+    "RedHatAI/gemma-4-31B-it-speculator.eagle3": _chain(_GEMMA_31B, rope_theta=1e4),
+    "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3": _chain(_GEMMA_26B, rope_theta=1e4),
     "z-lab/gemma-4-31B-it-DFlash": _GEMMA_DRAFTER,
     "z-lab/gemma-4-26B-A4B-it-DFlash": _GEMMA_DRAFTER
     | {"hidden_size": 2816, "intermediate_size": 5632, "num_attention_heads": 32, "num_target_layers": 30}
     | {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [1, 6, 11, 17, 22, 27]}},
+}
+DRAFTERS |= {
+    "syvai/Qwen3.8-27B-DFlash2-W4A16": DRAFTERS["z-lab/Qwen3.8-27B-DFlash2"]
+    | {
+        "quantization_config": {
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4 | {"group_size": 128}}},
+            "format": "pack-quantized",
+            "ignore": _PARTS_IN_BF16,
+            "quant_method": "compressed-tensors",
+        }
+    },
+    "maurienne-ai/Qwen3.8-27B-DFlash2-NVFP4-RTNcal": DRAFTERS["z-lab/Qwen3.8-27B-DFlash2"]
+    | {"quantization_config": _NVFP4 | {"ignore": ["lm_head", "*_conv*", "candidate_selector*"]}},
 }
 _OF_FAMILY = "layers, MLP and taps as those of the authors' other drafters"
 ASSUMED: dict[str, str] = {
@@ -459,6 +529,14 @@ ASSUMED: dict[str, str] = {
     "z-lab/Qwen3.5-397B-A17B-DFlash": "its MLP and window",
     "z-lab/Qwen3.6-35B-A3B-DFlash": "its mask token",
     "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": "its RoPE",
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash": "all but its taps as those of Qwen3-30B-A3B's",
+    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": "its RoPE and MLP",
+    "RedHatAI/Qwen3-14B-speculator.eagle3": "its RoPE and taps",
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": "its layer, vocabulary and taps",
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": "its RoPE",
+    "RedHatAI/gpt-oss-120b-speculator.eagle3": "all but its norms as those of gpt-oss-20b's",
+    "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3": "its RoPE and taps",
+    "maurienne-ai/Qwen3.8-27B-DFlash2-NVFP4-RTNcal": "which of its layers are quantized",
 }
 
 

@@ -79,7 +79,9 @@ def _with_known_drafter(config: BuildConfig, base_dir: Path, notes: list[str]) -
     known = pairs_of_target(target.repository)
     usable = [pair for pair in known if pair.needs is None and pair.is_default]
     if len(usable) == 1:
-        notes.append(f"drafter: {usable[0].drafter}, the known one of {target.repository}")
+        others = [pair.drafter for pair in known if pair.needs is None and not pair.is_default]
+        also = f"; --drafter takes {', '.join(others)}, too" if others else ""
+        notes.append(f"drafter: {usable[0].drafter}, the known one of {target.repository}{also}")
         return config.model_copy(update={"drafter": usable[0].drafter})
     found = "; ".join(f"{pair.drafter}, which needs {pair.needs}" for pair in known if pair.needs is not None)
     found = f"several: {', '.join(pair.drafter for pair in usable)}" if usable else found or "none"

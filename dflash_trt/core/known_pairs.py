@@ -61,8 +61,9 @@ def pair_of_drafter_directory(path: PurePath) -> KnownPair | None:
 
 
 def listed_pairs() -> str:
-    """Those that can be built, for an error message."""
-    return "; ".join(f"{pair.target} with {pair.drafter}" for pair in known_pairs() if pair.needs is None)
+    """Those that can be built, each target once with its default drafter, for an error message."""
+    pairs = (pair for pair in known_pairs() if pair.needs is None and pair.is_default)
+    return "; ".join(f"{pair.target} with {pair.drafter}" for pair in pairs)
 
 
 def _last(name: str) -> str:

@@ -100,6 +100,15 @@ def test_a_head_has_its_own_matrices_where_it_stores_them(
     assert read(tmp_path, SPECULATORS | {"target_hidden_size": 128}).target_hidden_size == 128
 
 
+def test_the_norm_before_fc_of_nvidias_files_is_in_their_own_section(tmp_path: Path) -> None:
+    """As in the file of nvidia/gpt-oss-120b-Eagle3-v3 (vLLM pull request 42143, SGLang's 32334)."""
+    section = {"eagle_config": {TAPS: [24, 30, 36], "norm_before_fc": True}, TAPS: None}
+    for outside in ({}, {"norm_before_fc": False}):
+        found = read(tmp_path, SAFEAILAB | section | outside)
+        assert found.chain is not None
+        assert (found.chain.fc_norm, found.target_layer_ids) == ("joint", (23, 29, 35))
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -129,7 +129,11 @@ def test_the_known_drafter_of_a_name_is_the_default(hub: Hub, checkpoints: Path)
     found = find()
     assert found.config.drafter == DRAFTER
     assert found.hub["drafter"].commit == commit_of(checkpoints / "drafter")
-    assert found.notes == (f"drafter: {DRAFTER}, the known one of {TARGET}",)
+    (note,) = found.notes
+    assert note.startswith(
+        f"drafter: {DRAFTER}, the known one of {TARGET}; --drafter takes deepseek-ai/dspark_qwen3_8b_"
+    )
+    assert note.endswith(", RedHatAI/Qwen3-8B-speculator.dflash, RedHatAI/Qwen3-8B-speculator.eagle3, too")
     for none in (None, "none"):
         assert find(drafter=none).paths.keys() == {"target"}
     message = refused(ConfigError, "someone/tuned")

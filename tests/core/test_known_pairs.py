@@ -22,16 +22,20 @@ def test_the_table_names_every_drafter_once_and_its_source() -> None:
 
 def test_the_pairs_that_can_be_built_come_first() -> None:
     needs = [pair.needs for pair in known_pairs()]
-    assert needs[:27] == [None] * 27
-    assert None not in needs[27:]
+    assert needs[:42] == [None] * 42
+    assert None not in needs[42:]
     assert "Qwen/Qwen3-8B with z-lab/Qwen3-8B-DFlash-b16" in listed_pairs()
+    assert "RedHatAI/Qwen3-8B" not in listed_pairs(), "only defaults are listed"
 
 
 def test_names_are_found_whatever_their_case() -> None:
-    pair, other = pairs_of_target("qwen/qwen3-8B-fp8")
+    pair, other, *more = pairs_of_target("qwen/qwen3-8B-fp8")
     assert pair == pair_of_drafter("z-lab/qwen3-8b-DFLASH-b16")
     assert pair.chat_template_options == {"enable_thinking": False}
-    assert (pair.is_default, other.is_default) == (True, False)
+    assert pair.is_default and not any(found.is_default for found in (other, *more))
+    assert [found.drafter for found in more] == [
+        f"RedHatAI/Qwen3-8B-speculator.{kind}" for kind in ("dflash", "eagle3")
+    ]
     assert other == pair_of_drafter("deepseek-ai/DSPARK_qwen3_8b_block7")
     assert pairs_of_target("Qwen/Qwen3") == ()
 

@@ -60,12 +60,12 @@ def test_written_recipes_are_what_the_script_writes_now() -> None:
 
 
 def test_every_pair_has_a_recipe_for_each_gpu_that_holds_it(tmp_path: Path) -> None:
-    """As docs/models.md says of the unquantized checkpoint, or of a published format."""
+    """With its default drafter, as docs/models.md says of the unquantized checkpoint, or of a published format."""
     gpus_of = {str(read_yaml(recipe.path)["drafter"]): set[str]() for recipe in PUBLISHED}
     for recipe in PUBLISHED:
         gpus_of[str(read_yaml(recipe.path)["drafter"])] |= {name.lower() for name in recipe.gpus}
     held = 0
-    for pair in (pair for pair in described_pairs() if pair.needs is None):
+    for pair in (pair for pair in described_pairs() if pair.is_default):
         form = next(forms_of(pair, tmp_path))
         for gpu in GPUS:
             made = smallest_plan(form, gpu)

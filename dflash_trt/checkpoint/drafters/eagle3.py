@@ -12,6 +12,7 @@ from dflash_trt.checkpoint.producers.base import require_known_producer
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
+_FC_NORM = "norm_before_fc"
 _HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "target_model_type")
 # Other keys of `eagle_config`, with the values that EAGLE-3 has.
 _EAGLE_VALUES = {
@@ -31,7 +32,13 @@ def recognizes(fields: Mapping[str, Any]) -> bool:
 def read(
     fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
-    """Read the fields of a DraftSpec. `num_target_layers` gives the taps where the file names none."""
+    """Read the fields of a DraftSpec. `num_target_layers` gives the taps where the file names none.
+
+    NVIDIA's files have `norm_before_fc` in `eagle_config`, which wins over one outside (vLLM pull request 42143).
+    """
+    eagle = fields.get("eagle_config")
+    if isinstance(eagle, dict) and _FC_NORM in eagle:
+        fields = {**fields, _FC_NORM: eagle[_FC_NORM]}
     reader = ConfigReader(fields, label=LABEL, problems=problems, notes=notes)
     reader.ignore(("architectures",))
     require_known_producer(reader)
@@ -45,7 +52,7 @@ def read(
     for name, value in _EAGLE_VALUES.items():
         section.require(name, value, hint=NOT_IMPLEMENTED)
     taps = read_taps(section if section.has("eagle_aux_hidden_state_layer_ids") else reader, num_target_layers)
-    section.ignore(("eagle_aux_hidden_state_layer_ids",))
+    section.ignore(("eagle_aux_hidden_state_layer_ids", _FC_NORM))
     section.finish()
     draft_vocab_size = reader.optional_integer("draft_vocab_size", maximum=sizes.vocab_size) or sizes.vocab_size
     has_own_head = draft_vocab_size != sizes.vocab_size or "lm_head.weight" in tensor_names
