@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dflash_trt.core.acceptance import acceptance_length, accepted_fractions, specdec_bench_acceptance_length
+from dflash_trt.core.acceptance import (
+    acceptance_length,
+    acceptance_length_interval,
+    accepted_fractions,
+    specdec_bench_acceptance_length,
+)
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -24,8 +29,9 @@ class SideReport:
     """One side. `algorithm` None is autoregressive decoding, the reference for speed and texts.
 
     Medians over rounds; `speedup` is the median of the rounds' ratios of tokens per second. `acceptance_length` counts
-    the bonus; `specdec_bench` counts as that harness does. `distinct_4gram_fraction` is over each text's own 4-grams of
-    token ids, mean over texts: near 0 is a loop, 1 repeats nothing.
+    the bonus, `acceptance_length_interval` is its 95% interval over prompts; `specdec_bench` counts as that harness
+    does. `distinct_4gram_fraction` is over each text's own 4-grams of token ids, mean over texts: near 0 is a loop, 1
+    repeats nothing.
     """
 
     algorithm: str | None
@@ -36,6 +42,7 @@ class SideReport:
     speedup: float
     speedup_by_round: tuple[float, ...]
     acceptance_length: float | None
+    acceptance_length_interval: tuple[float, float] | None
     specdec_bench_acceptance_length: float | None
     accepted_fraction_by_position: tuple[float, ...]
     num_equal_texts: int
@@ -109,6 +116,7 @@ class _Side:
             speedup=statistics.median(ratios),
             speedup_by_round=ratios,
             acceptance_length=acceptance_length(self._outputs) if is_drafted else None,
+            acceptance_length_interval=acceptance_length_interval(self._outputs) if is_drafted else None,
             specdec_bench_acceptance_length=specdec_bench_acceptance_length(self._outputs) if is_drafted else None,
             accepted_fraction_by_position=accepted_fractions(self._outputs) if is_drafted else (),
             num_equal_texts=sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),

@@ -236,9 +236,11 @@ def _drafts(report: "SideReport") -> list[str]:
     rates = "  ".join(f"{i}: {rate:.2f}" for i, rate in enumerate(report.accepted_fraction_by_position, start=1))
     lengths = (report.acceptance_length, report.specdec_bench_acceptance_length)
     length, harness = ("none" if value is None else f"{value:.2f}" for value in lengths)
+    ends = report.acceptance_length_interval
+    interval = "" if ends is None else f" (95% interval over prompts: {ends[0]:.2f} to {ends[1]:.2f})"
     return [
         _name(report),
-        f"  acceptance length {length} tokens per verify step, bonus included",
+        f"  acceptance length {length} tokens per verify step, bonus included{interval}",
         f"  by specdec_bench {harness} tokens per step, the prefill's first token a step of 1, mean over requests",
         f"  accepted by draft position {rates}",
         f"  equal texts {report.num_equal_texts} of {report.num_prompts}",

@@ -5,7 +5,11 @@ A verify step is a step that had at least one draft to verify.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from dflash_trt.core.request import GenerationOutput
+
+_NUM_RESAMPLES = 2000
 
 
 def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
@@ -15,6 +19,23 @@ def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
     if not num_verify_steps:
         return None
     return sum(output.num_emitted_by_verify for output in counted) / num_verify_steps
+
+
+def acceptance_length_interval(outputs: Sequence[GenerationOutput]) -> tuple[float, float] | None:
+    """95% interval of `acceptance_length` over prompts, by a bootstrap that draws whole texts; None where that is None.
+
+    Steps of one text are alike, so that they are no independent samples (Efron and Tibshirani, An Introduction to the
+    Bootstrap, 1993, chapter 13: percentiles).
+    """
+    steps = np.array([output.num_verify_steps for output in outputs])
+    tokens = np.array([output.num_emitted_by_verify for output in outputs])
+    if not steps.sum():
+        return None
+    drawn = np.random.default_rng(0).integers(len(outputs), size=(_NUM_RESAMPLES, len(outputs)))
+    sums = steps[drawn].sum(1)
+    lengths = tokens[drawn].sum(1)[sums > 0] / sums[sums > 0]
+    low, high = np.percentile(lengths, (2.5, 97.5)).tolist()
+    return low, high
 
 
 def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
