@@ -103,7 +103,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
         if not num_candidates.any():
             return num_candidates
-        rates = self._confidences.rates(confidence, self._usual_rates())
+        usual = self._usual_rates()
+        confidence = _with_width(confidence, len(usual))
+        rates = self._confidences.rates(confidence, usual)
         self._asked = slots, epochs, confidence, rates
         length = self._current if self._probe is None else self._probe
         is_measured = self._costs.age(len(slots), length) is not None
@@ -264,6 +266,12 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             prior = (accepted + prior * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT)
             rates.append(prior)
         return np.array(rates)
+
+
+def _with_width(confidence: Array, width: int) -> Array:
+    """[R, width]: an engine may make more drafts than the policy chooses from, or fewer."""
+    missing = max(0, width - confidence.shape[1])
+    return np.pad(confidence[:, :width], ((0, 0), (0, missing)), constant_values=np.nan)
 
 
 def _num_tokens(step: StepObservation) -> int:

@@ -17,7 +17,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.verify_budget import ConfidenceRates, RequestRates, best_budget
 from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits, make_request
-from tests.scheduler.simulation import CostFunction, Device, cpu_cost_s
+from tests.scheduler.simulation import CostFunction, Device, cpu_cost_s, observation
 
 USUAL = np.array([0.8, 0.8, 0.8])
 THREE, ONE = np.tile(USUAL, (3, 1)), USUAL[None]
@@ -164,3 +164,22 @@ def test_the_policy_is_told_the_confidence_of_drafts_that_are_known(is_ahead: bo
         pending = following
     expected = np.nan if is_ahead else 0.25
     assert np.array_equal(told[0], np.full((1, 2), expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [2, 7])
+def test_an_engine_may_make_fewer_or_more_drafts_than_the_policy_chooses_from(width: int) -> None:
+    policy, requests = AdaptiveDraftLength(4), np.arange(3)
+    available = np.array([2, 0, 1])
+    for _ in range(5):
+        policy.choose(3)
+        chosen = policy.limit(requests, requests, available, np.full((3, width), 0.9))
+        assert (chosen <= available).all()
+        policy.observe(
+            observation(
+                num_draft_tokens=4,
+                num_decoding=3,
+                num_prefill_tokens=0,
+                verified=[(int(count), 0) for count in chosen],
+                elapsed_s=1e-3,
+            )
+        )
