@@ -38,14 +38,20 @@ OPTIONS = (
         "num_gpus",
         type=click.IntRange(1, 1024),
         metavar="N",
-        help="Name the best layout, format, batch and K of N GPUs, for --per-user or --ttft, else for throughput.",
+        help="Name the best layout, format, batch and K of N GPUs: the most tok/s, for --per-user and --ttft if given.",
+    ),
+    click.option(
+        "--throughput",
+        type=_POSITIVE,
+        metavar="TOK_PER_S",
+        help="With --gpus: the most tok/s per user while all GPUs make this much.",
     ),
     click.option("--ttft", "ttft_ms", type=_POSITIVE, metavar="MS", help="With --gpus: time to first token, at most."),
     click.option(
         "--price", type=_POSITIVE, metavar="PER_HOUR", help="With --gpus: price of a GPU hour, for the cost of tokens."
     ),
 )
-OPTION_NAMES = ("num_gpus", "ttft_ms", "price")
+OPTION_NAMES = ("num_gpus", "throughput", "ttft_ms", "price")
 SHARED = ("accepted", "per_user", "prompt_tokens", "output_tokens")  # with --sweep
 
 
@@ -97,6 +103,7 @@ def run_advice(
         ),
         per_user=next(iter(options["per_user"]), None),
         time_to_first_token_s=options["ttft_ms"] and options["ttft_ms"] / 1e3,
+        throughput=options["throughput"],
     )
     clock = clock_of(gpu, costs)
     acceptance, is_assumed = _acceptance(pair, options["accepted"])
@@ -109,7 +116,9 @@ def run_advice(
         alone = [layout.best_k(1) for layout in found]
         fastest = max(speed.tok_per_s_per_user for speed in alone)
         soonest_ms = 1e3 * min(speed.time_to_first_token_s for speed in alone)
+        most = max(speed.output_tok_per_s for layout in found for speed in layout.by_batch_size.values())
         hint = f"A single user gets at most {fastest:.0f} tok/s, and a first token in {soonest_ms:.1f} ms at best."
+        hint += f" All users together get at most {most:.0f} tok/s."
         wanted = " and ".join(_goals(goal))
         raise CapacityError.about("plan --gpus", expected=wanted, found="no engine that is as fast", hint=hint)
     report = _report(config, command, goal, clock, best, options["price"])
@@ -124,6 +133,7 @@ def run_advice(
 
 def _goals(goal: "Goal") -> list[str]:
     texts = [] if goal.per_user is None else [f"{goal.per_user:g} tok/s per user"]
+    texts += [] if goal.throughput is None else [f"{goal.throughput:g} tok/s in all"]
     limit_s = goal.time_to_first_token_s
     return texts if limit_s is None else [*texts, f"a first token in {1e3 * limit_s:g} ms"]
 
@@ -196,7 +206,7 @@ def _distinct(best: "Sequence[Choice]") -> "list[Choice]":
     plain = [choice for choice in rows if not choice.layout.has_drafter]
     drafted = [choice for choice in rows if choice.layout.has_drafter]
     shown = [*drafted[: _NUM_ALTERNATIVES - 2], *plain[:2]] if drafted else plain[:_NUM_ALTERNATIVES]
-    return sorted(shown, key=lambda choice: -choice.speed.output_tok_per_s)
+    return sorted(shown, key=best.index)
 
 
 @dataclass(frozen=True, slots=True)

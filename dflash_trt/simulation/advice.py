@@ -34,17 +34,27 @@ _WORTH: Final = 1.02  # another K is named where it gives this much more
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """Of `num_gpus`: the most tok/s, with this speed for each user and this time to the first token at least."""
+    """Of `num_gpus`: the most tok/s with this speed for each user and this time to the first token at least.
+
+    With a `throughput` in tok/s of all GPUs: the highest speed for each user at which they make as much.
+    """
 
     num_gpus: int
     lengths: Lengths
     per_user: float | None = None
     time_to_first_token_s: float | None = None
+    throughput: float | None = None
 
     def is_met(self, speed: Speed) -> bool:
-        return (self.per_user is None or speed.tok_per_s_per_user >= self.per_user) and (
-            self.time_to_first_token_s is None or speed.time_to_first_token_s <= self.time_to_first_token_s
+        return (
+            (self.per_user is None or speed.tok_per_s_per_user >= self.per_user)
+            and (self.time_to_first_token_s is None or speed.time_to_first_token_s <= self.time_to_first_token_s)
+            and (self.throughput is None or speed.output_tok_per_s >= self.throughput)
         )
+
+    def value(self, speed: Speed) -> float:
+        """What is the most of the best one."""
+        return speed.output_tok_per_s if self.throughput is None else speed.tok_per_s_per_user
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,8 +217,8 @@ def choices(found: Sequence[Layout], goal: Goal) -> list[Choice]:
     for layout in found:
         met = [speed for speed in layout.by_batch_size.values() if goal.is_met(speed)]
         if met:
-            best.append(Choice(layout=layout, speed=max(met, key=lambda speed: speed.output_tok_per_s)))
-    return sorted(best, key=lambda choice: -choice.speed.output_tok_per_s)
+            best.append(Choice(layout=layout, speed=max(met, key=goal.value)))
+    return sorted(best, key=lambda choice: -goal.value(choice.speed))
 
 
 def other_acceptance(choice: Choice, factor: float) -> Choice:

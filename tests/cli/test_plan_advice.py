@@ -67,6 +67,15 @@ def test_the_commands_keep_what_was_given_and_leave_out_what_the_choice_decides(
     assert build[build.index("--max-draft-len") + 1] == "5" and alone[alone.index("--drafter") + 1] == "none"
 
 
+def test_a_throughput_is_reached_with_the_most_for_each_user(pair, invoke) -> None:
+    most = advise(invoke, *pair, *NODE)["choices"][0]
+    half = most["output_tok_per_s"] / 2
+    choices = advise(invoke, *pair, *NODE, "--throughput", half)["choices"]
+    assert all(choice["output_tok_per_s"] >= half for choice in choices)
+    speeds = [choice["tok_per_s_per_user"] for choice in choices if choice["has_drafter"]]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] > most["tok_per_s_per_user"]
+
+
 def test_the_sensitivity_begins_from_the_choice(pair, invoke) -> None:
     report = advise(invoke, *pair, *NODE, "--per-user", 200)
     first, (_, same, _) = report["choices"][0], report["sensitivity"]
@@ -105,6 +114,8 @@ def test_large_batches_are_looked_at_unless_limits_are_told(pair, invoke) -> Non
     [
         ((*NODE, "--per-user", 1e6), "expected 1e+06 tok/s per user, found no engine that is as fast. A single user"),
         (("--gpu", "h200", "--price", 3), "expected --gpus with its options, found --price. Add --gpus N."),
+        (("--gpu", "h200", "--throughput", 3), "expected --gpus with its options, found --throughput"),
+        ((*NODE, "--throughput", 1e9), "expected 1e+09 tok/s in all, found no engine that is as fast"),
         (("--gpu", "h200", "--ttft", 3), "expected --gpus with its options, found --ttft"),
         ((*NODE, "--sweep"), "expected --sweep or --gpus, found both"),
         ((*NODE, "--layout", "tp2"), "expected --sweep with its options, found layouts"),
