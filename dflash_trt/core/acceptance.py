@@ -3,13 +3,13 @@
 A verify step is a step that had at least one draft to verify.
 """
 
+import random
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from statistics import quantiles
 
 from dflash_trt.core.request import GenerationOutput
 
-_NUM_RESAMPLES = 2000
+_NUM_RESAMPLES = 1000
 
 
 def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
@@ -27,15 +27,17 @@ def acceptance_length_interval(outputs: Sequence[GenerationOutput]) -> tuple[flo
     Steps of one text are alike, so that they are no independent samples (Efron and Tibshirani, An Introduction to the
     Bootstrap, 1993, chapter 13: percentiles).
     """
-    steps = np.array([output.num_verify_steps for output in outputs])
-    tokens = np.array([output.num_emitted_by_verify for output in outputs])
-    if not steps.sum():
+    counted = [(output.num_emitted_by_verify, output.num_verify_steps) for output in outputs]
+    if not any(steps for _, steps in counted):
         return None
-    drawn = np.random.default_rng(0).integers(len(outputs), size=(_NUM_RESAMPLES, len(outputs)))
-    sums = steps[drawn].sum(1)
-    lengths = tokens[drawn].sum(1)[sums > 0] / sums[sums > 0]
-    low, high = np.percentile(lengths, (2.5, 97.5)).tolist()
-    return low, high
+    dice, lengths = random.Random(0), list[float]()
+    for _ in range(_NUM_RESAMPLES):
+        drawn = dice.choices(counted, k=len(counted))
+        num_steps = sum(steps for _, steps in drawn)
+        if num_steps:
+            lengths.append(sum(tokens for tokens, _ in drawn) / num_steps)
+    cuts = quantiles(lengths, n=40)
+    return cuts[0], cuts[-1]
 
 
 def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
