@@ -79,7 +79,7 @@ class Step:
         codebooks = Codebooks(predecessor=at.predecessor, successor=at.successor, top_k=self.top_k)
         inputs: Any = SimpleNamespace(temperature=at.temperature, seed=at.seed, draft_stream=at.stream)
         acceptance: Any = SimpleNamespace(bonus_tokens=at.bonus, next_context_lens=at.starts)
-        return torch_dflash2.select_tokens(at.logits, at.hidden, codebooks, inputs, acceptance)
+        return torch_dflash2.select_tokens(at.logits, at.hidden, codebooks, inputs, acceptance)[0]
 
     def expected(self) -> list[list[int]]:
         return self.defined().tokens.tolist()
