@@ -111,7 +111,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         is_measured = self._costs.age(len(slots), length) is not None
         reach = self._requests.reach(slots, epochs, rates)
         self._recent.extend(reach[~np.isnan(confidence[:, 0])])
-        if not self.has_budget or not is_measured:
+        if not is_measured:
             return num_candidates
         reach = np.where(np.arange(reach.shape[1]) < num_candidates[:, None], reach, 0.0)
         return self._budget(len(slots), length, reach).num_candidates(reach)

@@ -102,6 +102,16 @@ def test_arrivals_take_as_long_as_they_come_and_not_as_the_engine_takes(pair, in
     assert closed[0]["output_tok_per_s"] > 1.5 * speeds[0]
 
 
+def test_prompts_that_begin_alike_are_computed_in_part(pair, invoke) -> None:
+    words = ("plan", pair[0], "--gpu", "h200", "--sweep", "--concurrency", 4, "--requests-per-client", 4)
+    words = (*words, "--max-seq-len", 2048, "--prompt-tokens", 1000, "--output-tokens", 8, "--json")
+    cold, shared = (json.loads(invoke(*words, *more).stdout) for more in ((), ("--shared-prefix", 900)))
+    first_s = [report["points"][0]["time_to_first_token_p50_s"] for report in (cold, shared)]
+    assert first_s[1] < 0.7 * first_s[0]
+    assert any("the first 900 of a prompt from the prefix cache" in text for text in shared["assumptions"])
+    assert any("no prefix hits" in text for text in cold["assumptions"])
+
+
 def test_a_name_on_the_hub_is_simulated_with_its_known_drafter_or_with_none(
     pair, invoke, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,8 +79,9 @@ class Device:
             length = policy.choose(num_requests)
             requests = np.arange(num_requests)
             available = np.full(num_requests, min(self._num_drafts, length))
-            nothing = np.full((num_requests, 7), np.nan)
-            num_candidates = policy.limit(requests, requests, available, nothing).tolist()
+            if policy.has_budget:
+                available = policy.limit(requests, requests, available, np.full((num_requests, 7), np.nan))
+            num_candidates = available.tolist()
             accepted = [self._num_accepted(index, count) for index, count in enumerate(num_candidates)]
             num_prefill_tokens = self._random.randint(10, 60) if self._random.random() < self.prompt_share else 0
             step_s = (

@@ -42,6 +42,8 @@ def chosen(policy: DraftLengthPolicy, cost_s: CostFunction, acceptance: float, b
     lengths: list[int] = []
 
     class Spy(DraftLengthPolicy):
+        has_budget = policy.has_budget
+
         def choose(self, num_decoding: int) -> int:
             lengths.append(policy.choose(num_decoding))
             return lengths[-1]

@@ -261,6 +261,8 @@ def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
         chosen: list[int] = []
 
         class Spy(DraftLengthPolicy):
+            has_budget = policy.has_budget
+
             def choose(self, num_decoding: int) -> int:
                 chosen.append(policy.choose(num_decoding))
                 return chosen[-1]
