@@ -183,7 +183,9 @@ def test_the_command_writes_a_file_that_plan_simulates_with(
     assert found.name == "this CPU" and found.costs is not None
     rates = [rate for _, rate in sorted(found.costs.product_rates.items())]
     assert rates == sorted(rates) and rates[-1] > 1e8
-    assert found.costs.layer_s > 0 and found.costs.host_step_s > 0
+    # Which of them takes the time is a matter of the fit: noise may take one of them to its bound, zero.
+    assert sum(getattr(found.costs, name) for name in COSTS) > 0
+    assert found.costs.host_step_s + found.costs.host_request_s > 0
     words = ("--sweep", "--accepted", "0.8,0.5", "--concurrency", "1,2", "--prompt-tokens", 20, "--output-tokens", 10)
     swept = invoke("plan", "demo", "--machine", path, *words)
     assert swept.exit_code == 0, swept.stderr
