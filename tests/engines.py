@@ -1,14 +1,14 @@
 """Executors over tiny checkpoints, and the smallest loop that can drive one: no scheduler, no engine directory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dflash_trt.backends.page_budget import plan_pages
-from dflash_trt.backends.page_groups import StepSizes
+from dflash_trt.backends.page_groups import PageNeeds, StepSizes
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
@@ -75,10 +75,12 @@ def _load(
     max_num_tokens: int = 1024,
     has_page_groups: bool = False,
     budget_bytes: int = 1 << 28,
+    num_sequences: int | None = None,
+    host_bytes: int = 0,
     draft_window: int | None = None,
     device: torch.device | None = None,
 ) -> tuple[Network[torch.Tensor], dict[str, Any]]:
-    """The network and the limits of its executor."""
+    """The network and the limits of its executor. `num_sequences` is what pages and snapshots hold."""
     pair = with_draft_window(open_pair(target, drafter), draft_window)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
@@ -86,15 +88,24 @@ def _load(
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     max_draft_len = pair.draft.max_draft_len if pair.draft else 0
     plain, quantized = split_quantized(tensors, table, pair.quantization.linears)
-    page_plan = plan_pages(
-        engine_states(pair.target, pair.draft, dtype=dtype_name(dtype)),
-        page_size=PAGE_SIZE,
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len,
-        budget_bytes=budget_bytes,
-        num_snapshots=num_snapshots,
-        steps=StepSizes(max_num_tokens=max_num_tokens, max_draft_len=max_draft_len) if has_page_groups else None,
-    )
+    sizes: dict[str, Any] = {
+        "states": engine_states(pair.target, pair.draft, dtype=dtype_name(dtype)),
+        "page_size": PAGE_SIZE,
+        "max_batch_size": max_batch_size,
+        "max_seq_len": max_seq_len,
+        "steps": StepSizes(max_num_tokens=max_num_tokens, max_draft_len=max_draft_len) if has_page_groups else None,
+    }
+    page_plan = plan_pages(**sizes, budget_bytes=budget_bytes, num_snapshots=num_snapshots, host_bytes=host_bytes)
+    if num_sequences is not None:
+        needs = PageNeeds(**sizes)
+        windows = [replace(group, num_pages=group.num_pages * num_sequences) for group in needs.page_windows(1)]
+        page_plan = replace(
+            page_plan,
+            num_pages=(needs.pages_per_sequence + 1) * num_sequences,
+            num_snapshots=num_sequences if num_snapshots else 0,
+            page_windows=tuple(windows),
+            num_windows=num_sequences,
+        )
     limits = {
         "page_plan": page_plan,
         "max_batch_size": max_batch_size,

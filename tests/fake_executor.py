@@ -19,7 +19,7 @@ from dflash_trt.core.batch import (
     result_of,
 )
 from dflash_trt.core.logit_rules import LogitRules
-from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import SNAPSHOTS, ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
 
 # (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]
@@ -103,7 +103,7 @@ class ToyStates:
     def __init__(self, num_records: int) -> None:
         self._num_records = num_records
         self._slots: dict[int, dict[int, int]] = {}
-        self._snapshots: dict[int, dict[int, int]] = {}
+        self.snapshots: dict[int, dict[int, int]] = {}
         self._plan: StepPlan | None = None
         self._left: dict[int, dict[int, int]] = {}  # by the running step
 
@@ -111,7 +111,7 @@ class ToyStates:
         """Fill slots from snapshots."""
         self._plan, self._left = plan, {}
         for slot, snapshot_id in zip(plan.restores.slots.tolist(), plan.restores.snapshots.tolist(), strict=True):
-            self._slots[slot] = self._snapshots.get(snapshot_id, {})
+            self._slots[slot] = self.snapshots.get(snapshot_id, {})
 
     def history(self, row: int, context_len: int, of_pages: int) -> int:
         """The folded tokens before a row: a wrong state spoils what its pages say."""
@@ -127,7 +127,7 @@ class ToyStates:
         """Store what the rows of a step that succeeded leave, and the snapshots."""
         self._slots |= self._left
         for slot, snapshot_id in zip(plan.saves.slots.tolist(), plan.saves.snapshots.tolist(), strict=True):
-            self._snapshots[snapshot_id] = self._slots[slot]
+            self.snapshots[snapshot_id] = self._slots[slot]
 
     def _slot(self, row: int) -> int:
         assert self._plan is not None
@@ -140,15 +140,15 @@ class ToyWindows:
     def __init__(self, limits: ExecutorLimits) -> None:
         self._page_size = limits.page_size
         self._groups = limits.page_windows
-        self._key_values: list[dict[_Slot, int]] = [{} for _ in self._groups]
+        self.key_values: list[dict[_Slot, int]] = [{} for _ in self._groups]
 
     def write(self, row: ScheduledRequest, position: int, key_value: int) -> None:
-        for key_values, pages in zip(self._key_values, row.window_pages, strict=True):
+        for key_values, pages in zip(self.key_values, row.window_pages, strict=True):
             key_values[self._slot(pages, position)] = key_value
 
     def are_wrong(self, row: ScheduledRequest, position: int, key_value_at: Callable[[int], int]) -> bool:
         """True if a window before `position` does not hold what was written there."""
-        for group, key_values, pages in zip(self._groups, self._key_values, row.window_pages, strict=True):
+        for group, key_values, pages in zip(self._groups, self.key_values, row.window_pages, strict=True):
             for key in range(max(0, position - group.window + 1), position):
                 if key_values.get(self._slot(pages, key)) != key_value_at(key):
                     return True
@@ -174,6 +174,41 @@ class ToyWindows:
         index = position // self._page_size - pages.first
         assert index >= 0, "a page from before the window"
         return pages.page_ids[index], position % self._page_size
+
+
+class ToyHost:
+    """The host's tier: K/V by place, page group and offset, of target and drafter, and snapshots by place."""
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self._limits = limits
+        self._pages: dict[tuple[int, int, int], list[int | None]] = {}  # by place, group and pool
+        self._snapshots: dict[int, dict[int, int]] = {}
+
+    def copy(self, plan: StepPlan, pools: list[list[dict[_Slot, int]]], snapshots: dict[int, dict[int, int]]) -> None:
+        """`pools` has K/V by page and offset, of each group."""
+        for run in plan.page_copies.runs():
+            for page_id, host_id in zip(run.ids.tolist(), run.host_ids.tolist(), strict=True):
+                if run.group == SNAPSHOTS:
+                    assert host_id < self._limits.num_host_snapshots
+                    if run.is_onboard:
+                        snapshots[page_id] = self._snapshots[host_id]
+                    else:
+                        self._snapshots[host_id] = snapshots[page_id]
+                    continue
+                assert host_id < self._limits.num_host_pages
+                for index, key_values in enumerate(pools[run.group]):
+                    self._copy_page(key_values, page_id, (host_id, run.group, index), is_onboard=run.is_onboard)
+
+    def _copy_page(
+        self, key_values: dict[_Slot, int], page_id: int, place: tuple[int, int, int], *, is_onboard: bool
+    ) -> None:
+        if not is_onboard:
+            self._pages[place] = [key_values.get((page_id, offset)) for offset in range(self._limits.page_size)]
+            return
+        for offset, key_value in enumerate(self._pages[place]):
+            key_values.pop((page_id, offset), None)
+            if key_value is not None:
+                key_values[page_id, offset] = key_value
 
 
 class FakeExecutor:
@@ -205,6 +240,7 @@ class FakeExecutor:
         self._slots = SlotMirror(limits.max_positions, windows=windows, max_pages=limits.max_pages)
         self._windows = ToyWindows(limits)
         self._states = None if limits.num_snapshots is None else ToyStates(limits.max_draft_len + 1)
+        self._host = ToyHost(limits)
         self._allowed: dict[int, Array] = {}  # tokens by row of logits, of the running step
 
     @property
@@ -221,6 +257,7 @@ class FakeExecutor:
         batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
+        self._copy_pages(plan)
         assert plan.num_pages >= max(len(row.page_ids) for row in batch.requests), "a row has more pages than num_pages"
         if self._states is not None:
             self._states.begin(plan)
@@ -232,6 +269,10 @@ class FakeExecutor:
         if self._states is not None:
             self._states.end(plan)
         return result_of(results, num_draft_tokens=plan.rows.num_draft_tokens)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        pools = [[self._target_kv, self._draft_kv], *([key_values] for key_values in self._windows.key_values)]
+        self._host.copy(plan, pools, self._states.snapshots if self._states is not None else {})
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         width = batch.num_draft_tokens + 1

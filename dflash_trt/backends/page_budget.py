@@ -56,6 +56,9 @@ class PagePlan:
     page_windows: tuple[PageWindow, ...] = ()
     window_bytes_per_token: tuple[int, ...] = ()
     num_windows: int = 0  # requests whose windows fit
+    num_host_pages: int = 0  # places in host memory, each with a page of every group
+    num_host_snapshots: int = 0
+    host_bytes: int = 0  # all places together
 
     @property
     def bytes_per_token(self) -> int:
@@ -90,6 +93,8 @@ class PagePlan:
             num_snapshots=smallest(self.num_snapshots),
             page_windows=tuple(replace(group, num_pages=smallest(group.num_pages)) for group in self.page_windows),
             num_windows=smallest(self.num_windows),
+            num_host_pages=smallest(self.num_host_pages),
+            num_host_snapshots=smallest(self.num_host_snapshots),
         )
 
     def __str__(self) -> str:
@@ -103,13 +108,21 @@ class PagePlan:
             f"{ranks}{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
             f"{self.target_bytes_per_token} (target){draft} bytes per token, "
             f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
-            f"{''.join(self._windows_in_words())}{slots}"
+            f"{''.join(self._windows_in_words())}{slots}{self._host_in_words()}"
         )
 
     def _windows_in_words(self) -> Iterator[str]:
         for group, num_bytes in zip(self.page_windows, self._window_bytes, strict=True):
             yield f"; of these {group.num_pages} pages, {num_bytes / 2**20:.1f} MiB, of layers with a window of "
             yield f"{group.window} tokens"
+
+    def _host_in_words(self) -> str:
+        if not self.num_host_pages:
+            return ""
+        snapshots = f" and {self.num_host_snapshots} snapshots" if self.num_host_snapshots else ""
+        return (
+            f"; {self.num_host_pages} pages{snapshots} of prefixes in {self.host_bytes / 2**20:.1f} MiB of host memory"
+        )
 
 
 def plan_engine_pages(
@@ -126,7 +139,7 @@ def plan_engine_pages(
     `has_groups`, as in older TensorRT engines, layers with windows keep all positions.
 
     Raises:
-        CapacityError: the pages of one max_seq_len sequence do not fit.
+        CapacityError: the pages of one max_seq_len sequence do not fit, or host memory is short.
     """
     model, build = engine.pretrained_config, engine.build_config
     num_ranks = model.mapping.world_size
@@ -145,7 +158,22 @@ def plan_engine_pages(
         budget_bytes=budget_bytes,
         num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
         steps=step_sizes(build, has_drafter=config.use_drafter) if has_groups else None,
+        host_bytes=_host_bytes(config, num_ranks),
     )
+
+
+def _host_bytes(config: RuntimeConfig, num_ranks: int) -> int:
+    """Of each rank. Raises CapacityError."""
+    wanted, available = config.host_cache_bytes or 0, available_memory_bytes() if config.host_cache_bytes else 0
+    if wanted * num_ranks > available:
+        ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise CapacityError.about(
+            "host_cache_bytes",
+            expected=f"at most the {available} bytes of host memory that are free",
+            found=f"{wanted}{ranks}",
+            hint="Give the prefix cache less of it.",
+        )
+    return wanted
 
 
 def step_sizes(build: EngineLimits, *, has_drafter: bool = True) -> StepSizes:
@@ -162,13 +190,15 @@ def plan_pages(
     budget_bytes: int,
     num_snapshots: int | None = 0,
     steps: StepSizes | None = None,
+    host_bytes: int = 0,
 ) -> PagePlan:
     """Plan pages for a budget. `num_snapshots` defaults to one per request, capped at SNAPSHOT_FRACTION.
 
     The cap is a fraction of the memory left by slots and one sequence. With `steps`, layers with windows have pages of
-    their own.
+    their own. `host_bytes` are for prefixes that leave the device; snapshots take at most SNAPSHOT_FRACTION of
+    them, too.
 
-    Raises CapacityError when the budget does not hold one sequence of max_seq_len.
+    Raises CapacityError when the budget does not hold one sequence of max_seq_len, or `host_bytes` no page.
     """
     needs = PageNeeds(
         states=states, page_size=page_size, max_batch_size=max_batch_size, max_seq_len=max_seq_len, steps=steps
@@ -207,4 +237,23 @@ def plan_pages(
         page_windows=needs.page_windows(num_windows),
         window_bytes_per_token=needs.window_bytes_per_token,
         num_windows=num_windows,
+        **_host_places(states, page_size, host_bytes, has_snapshots=num_snapshots > 0),
     )
+
+
+def _host_places(states: EngineStates, page_size: int, host_bytes: int, *, has_snapshots: bool) -> dict[str, int]:
+    """Fields of PagePlan."""
+    if not host_bytes:
+        return {}
+    num_snapshots = int(host_bytes * SNAPSHOT_FRACTION) // states.bytes_per_slot if has_snapshots else 0
+    page_bytes = page_size * states.bytes_per_token
+    num_pages = (host_bytes - num_snapshots * states.bytes_per_slot) // page_bytes
+    if not num_pages:
+        raise CapacityError.about(
+            "host_cache_bytes",
+            expected=f"room for at least one page ({page_bytes} bytes)",
+            found=f"{host_bytes} bytes",
+            hint="Give it more, or leave it out.",
+        )
+    used_bytes = num_pages * page_bytes + num_snapshots * states.bytes_per_slot
+    return {"num_host_pages": num_pages, "num_host_snapshots": num_snapshots, "host_bytes": used_bytes}

@@ -40,6 +40,7 @@ _RENAMED: Final = {
     "page_size": "block_size tokens_per_block",
     "kv_cache": "kv_cache_dtype kv_cache_quant_algo",
     "kv_cache_bytes": "kv_cache_memory_bytes",
+    "host_cache_bytes": "host_cache_size kv_offloading_size hicache_size enable_hierarchical_cache",
     "quantization": "qformat quant_algo quant_method",
     "dtype": "torch_dtype data_type",
     "output output_file": "output_dir output_path save_dir",
@@ -87,7 +88,8 @@ _SENTENCES: Final = {
     "enforce_eager disable_cuda_graph cuda_graph_max_bs compilation_config": "CUDA graphs are captured as needed.",
     "attention_backend moe_backend sampling_backend gemm_plugin gpt_attention_plugin use_paged_context_fmha": "Kernels "
     "follow from the engine's backend and the GPU; `dflash-trt build --backend` chooses a backend.",
-    "swap_space cpu_offload_gb": "Nothing is offloaded: weights and K/V pages stay in the memory of the device.",
+    "swap_space cpu_offload_gb": "Weights and the pages of requests stay in the memory of the device; "
+    "`--host-cache-bytes` keeps cached prefixes that leave it.",
     "tokenizer tokenizer_path tokenizer_dir tokenizer_mode": "The tokenizer is the target's, and part of the engine.",
     "chat_template": "The chat template is the target's, and part of the engine.",
     "trust_remote_code": "No code of a checkpoint is ever run.",

@@ -158,6 +158,16 @@ class RuntimeConfig(Frozen):
         Field(gt=0, le=1),
         Option(help="The same, as a fraction of free memory (default: 0.5 on a CPU, 0.8 on a GPU, 0.9 with TensorRT)."),
     ] = None
+    host_cache_bytes: Annotated[
+        int | None,
+        Field(ge=1),
+        BeforeValidator(_byte_size),
+        Option(
+            metavar="SIZE",
+            help="Host memory for cached prefixes that leave the K/V pages, per rank, page-locked on a GPU "
+            "(default: none, they are computed again).",
+        ),
+    ] = None
     num_threads: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
@@ -227,6 +237,7 @@ KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
 _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),
+    ("enable_prefix_caching", "host_cache_bytes"),
     ("use_drafter", "adaptive_draft_length"),
     ("use_drafter", "ngram"),
     ("use_drafter", "draft_length"),

@@ -9,7 +9,7 @@ scheduler needs no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.logit_rules import SlotUpdate
 
 CHAINED: Final = -1  # as a row's context length: the slot has it
+SNAPSHOTS: Final = -1  # in place of a page group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,8 @@ class ExecutorLimits:
     positions; `page_windows` are the other groups.
 
     A target with recurrent layers shares prefixes through `num_snapshots` copies of slots; 0 shares none.
+
+    `num_host_pages` and `num_host_snapshots` are places in the host's tier, for prefixes that leave the device.
 
     `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
     `has_draft_confidence`: steps that draft give `StepResult.draft_confidence`.
@@ -50,6 +53,8 @@ class ExecutorLimits:
     num_snapshots: int | None = None  # recurrent states; None means that a prefix is its pages only
     page_windows: tuple[PageWindow, ...] = ()
     has_draft_confidence: bool = False
+    num_host_pages: int = 0  # each with a page of every group
+    num_host_snapshots: int = 0
 
     @property
     def max_positions(self) -> int:
@@ -97,6 +102,60 @@ class StateCopies:
 
 
 NO_COPIES: Final = StateCopies(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyRun:
+    """Copies of one kind, no two of which write to the same place."""
+
+    is_onboard: bool
+    group: int
+    ids: Array
+    host_ids: Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PageCopies:
+    """Copies between the device and the host's tier, int64 [C]: made before a step, in this order.
+
+    A copy is of page `ids[i]` of page group `groups[i]`, or of a snapshot where that is SNAPSHOTS. It goes to place
+    `host_ids[i]`, or comes from there if `is_onboard[i]`.
+    """
+
+    is_onboard: Array  # bool
+    groups: Array
+    ids: Array
+    host_ids: Array
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def runs(self) -> Iterator[CopyRun]:
+        """The same copies, those of a run in any order."""
+        start, written = 0, set[int]()
+        columns = (self.is_onboard.tolist(), self.groups.tolist(), self.ids.tolist(), self.host_ids.tolist())
+        copies = list(zip(*columns, strict=True))
+        for index, (is_onboard, group, page_id, host_id) in enumerate(copies):
+            destination = page_id if is_onboard else host_id
+            if (is_onboard, group) != copies[start][:2] or destination in written:
+                yield self._run(start, index)
+                start, written = index, set()
+            written.add(destination)
+        if copies:
+            yield self._run(start, len(copies))
+
+    def _run(self, start: int, stop: int) -> CopyRun:
+        return CopyRun(
+            is_onboard=bool(self.is_onboard[start]),
+            group=int(self.groups[start]),
+            ids=self.ids[start:stop],
+            host_ids=self.host_ids[start:stop],
+        )
+
+
+NO_PAGE_COPIES: Final = PageCopies(
+    is_onboard=np.zeros(0, bool), **dict.fromkeys(("groups", "ids", "host_ids"), np.zeros(0, np.int64))
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,6 +227,8 @@ class TokenMasks:
 class StepPlan:
     """A step's rows, preceding changes of page table and slots, token masks, and wanted log probabilities.
 
+    `page_copies` are made before anything else of the step.
+
     Slots of `restores` are filled from snapshots before the step, slots of `saves` are copied to snapshots when it has
     succeeded; all of them have a row.
     """
@@ -181,6 +242,7 @@ class StepPlan:
     prompt_rows: PromptRows | None = None
     restores: StateCopies = NO_COPIES
     saves: StateCopies = NO_COPIES
+    page_copies: PageCopies = NO_PAGE_COPIES
 
     @property
     def has_logprobs(self) -> bool:
@@ -188,7 +250,10 @@ class StepPlan:
         return self.top_rows is not None or self.prompt_rows is not None
 
     def part(self, part: slice) -> StepPlan:
-        """The plan of some rows. Applying the updates again changes nothing."""
+        """The plan of some rows, of a step that failed. Applying the updates again changes nothing.
+
+        The step has made its page copies, and may have written to the pages since.
+        """
         first, last = self.rows.token_offsets[[part.start, part.stop]].tolist()
         masks = self.masks and self.masks.part(part, width=self.rows.num_draft_tokens + 1)
         prompt_rows = self.prompt_rows and self.prompt_rows.part(first, last)
@@ -201,6 +266,7 @@ class StepPlan:
             prompt_rows=prompt_rows,
             restores=self.restores.of_slots(rows.slot_ids),
             saves=self.saves.of_slots(rows.slot_ids),
+            page_copies=NO_PAGE_COPIES,
         )
 
 

@@ -60,7 +60,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     Raises:
         SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
             engine; more drafts than the engine makes; a plugin library for an engine without plugins; `deterministic`
-            for a TensorRT engine.
+            for a TensorRT engine; a host cache for an engine that caches no prefixes.
     """
     from dflash_trt.executor.threads import default_num_threads
 
@@ -89,6 +89,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         _check_determinism(engine, device)
     has_snapshots = is_recurrent and engine.manifest.backend == "torch"
     _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)
+    shares_prefixes = has_snapshots and config.num_state_snapshots != 0 if is_recurrent else True
+    _check_host_cache(config, shares_prefixes=shares_prefixes)
     resolved: dict[str, object] = {
         "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
@@ -150,6 +152,17 @@ def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, backend: str)
         hint = "Leave it out: prompts are computed in full. Or build the engine with --backend torch."
         expected, found = "an engine of backend torch", f"one of backend {backend}"
         raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
+
+
+def _check_host_cache(config: RuntimeConfig, *, shares_prefixes: bool) -> None:
+    """Raise SettingError for a second tier of a cache that is always empty."""
+    if config.host_cache_bytes is not None and not shares_prefixes:
+        raise SettingError(
+            "host_cache_bytes",
+            expected="an engine that caches prefixes",
+            found="a target with recurrent layers, without snapshots",
+            hint="Leave it out. An engine of backend torch has snapshots unless num_state_snapshots is 0.",
+        )
 
 
 def max_draft_len(engine: EngineDir) -> int:

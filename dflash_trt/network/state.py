@@ -70,6 +70,14 @@ class StepState(Generic[T]):
         return [cache.tensor for cache in caches if not isinstance(cache, RecurrentCache)]
 
     @property
+    def paged(self) -> list[tuple[int, T]]:
+        """All that pages hold, each once, with its page group: the target's layers, the drafter's, then features."""
+        caches = [cache for cache in (*self.target_kv, *self.draft_kv) if not isinstance(cache, RecurrentCache)]
+        by_name = {cache.spec.name: (cache.group, cache.tensor) for cache in caches}
+        features = [] if self.draft_features is None else [(0, self.draft_features.tensor)]
+        return [*by_name.values(), *features]
+
+    @property
     def slots(self) -> list[T]:
         """Parts of every recurrent state."""
         caches = [cache for cache in self.target_kv if isinstance(cache, RecurrentCache)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.prefix_watcher import PrefixWatcher
+from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
 from dflash_trt.scheduler.snapshots import SnapshotStore
@@ -19,7 +20,8 @@ class PageStore:
 
     With `keeps_prefixes` False a page is free once its request releases it. `num_snapshots` makes a prefix its pages
     and a snapshot of recurrent state; None means its pages only. Pages of layers with `windows` are in `windows`; a
-    prefix needs the window pages of its last tokens.
+    prefix needs the window pages of its last tokens. What is evicted goes to `host`, which has places for
+    `num_host_pages` and `num_host_snapshots`.
     """
 
     def __init__(
@@ -30,14 +32,19 @@ class PageStore:
         keeps_prefixes: bool = True,
         num_snapshots: int | None = None,
         windows: Sequence[PageWindow] = (),
+        num_host_pages: int = 0,
+        num_host_snapshots: int = 0,
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._tree = PrefixTree(page_size, num_windows=len(windows))
-        self.windows = [WindowPages(window, index=i, page_size=page_size) for i, window in enumerate(windows)]
+        self.host = HostTier(self._tree, num_pages=num_host_pages, num_snapshots=num_host_snapshots)
+        self.windows = [
+            WindowPages(window, self.host, index=i, page_size=page_size) for i, window in enumerate(windows)
+        ]
         self.keeps_prefixes = keeps_prefixes and num_snapshots != 0
         self._needs_state = num_snapshots is not None
-        self.snapshots = SnapshotStore((num_snapshots or 0) if keeps_prefixes else 0)
+        self.snapshots = SnapshotStore((num_snapshots or 0) if keeps_prefixes else 0, self.host)
         self.num_evicted_pages = 0
 
     @property
@@ -56,11 +63,11 @@ class PageStore:
 
     @property
     def num_kept(self) -> int:
-        """Pages in the prefix tree, used or idle."""
+        """Pages of the prefix tree on the device, used or idle."""
         return self._tree.num_pages
 
     def watch(self, watcher: PrefixWatcher | None) -> None:
-        """Tell `watcher` of every page that is cached or evicted from now on."""
+        """Tell `watcher` of every page that is cached or forgotten from now on."""
         self._tree.watcher = watcher
 
     def num_pages_for(self, num_positions: int) -> int:
@@ -86,14 +93,14 @@ class PageStore:
         length = len(path)
         while length and not (
             all(covered[length - 1] for covered in is_covered)
-            and (not self._needs_state or path[length - 1].snapshot_id is not None)
+            and (not self._needs_state or self.snapshots.has(path[length - 1]))
         ):
             length -= 1
         return path[:length]
 
     def num_idle_among(self, path: Sequence[PrefixNode]) -> int:
         """Number of idle pages in `path`, which are available until they are held."""
-        return sum(self._pool.num_owners(node.page_id) == 1 for node in path)
+        return sum(node.page_id is not None and self._pool.num_owners(node.page_id) == 1 for node in path)
 
     def num_freed_by(self, holdings: Iterable[Sequence[int]]) -> int:
         """Number of pages that become available when these holders release them together."""
@@ -103,11 +110,21 @@ class PageStore:
         )
 
     def retain(self, path: Sequence[PrefixNode]) -> list[int]:
-        """Retain the pages of a match."""
-        for node in path:
+        """Retain the pages of a match, which is pinned if some are in the host's tier: these come back first.
+
+        Raises:
+            CapacityError: `num_available` is smaller than that takes.
+        """
+        away = [node for node in path if node.page_id is None]
+        for node in path[: len(path) - len(away)]:
+            assert node.page_id is not None, "a page is on the device without its beginning"
             self._tree.mark_used(node.page_id)
             self._pool.retain(node.page_id)
-        return [node.page_id for node in path]
+        for node, page_id in zip(away, self.allocate(len(away)), strict=True):
+            self._tree.place(node, page_id)
+            self._pool.retain(page_id)  # for the tree
+            self.host.onboard(node, 0, page_id)
+        return [node.page_id for node in path if node.page_id is not None]
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages, evicting idle prefixes if too few are free.
@@ -146,23 +163,28 @@ class PageStore:
             if self._pool.release(page_id) == 1 and page_id in self._tree:
                 self._tree.mark_idle(page_id)
 
-    def drop_idle(self) -> int:
-        """Evict all idle pages; return their number."""
+    def forget_idle(self) -> int:
+        """Forget all idle pages, and the host's; return the number of the idle ones."""
         count = self._tree.num_idle_pages
         for _ in range(count):
             self._evict_oldest()
+        self.host.clear()
         return count
 
     def _evict_oldest(self) -> None:
-        node = self._tree.evict_oldest()
-        self.snapshots.detach(node)
+        node, page_id = self._tree.take_oldest()
+        self.host.offload(node, 0, page_id)
         for window in self.windows:
             window.drop(node)
-        self._pool.release(node.page_id)
+        self.snapshots.detach(node)
+        if not node.is_on_host(0):
+            self.host.forget(node)
+        self._pool.release(page_id)
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
         """Assert that exactly the requests of `holdings` and the tree hold pages."""
         self._tree.check_integrity()
+        self.host.check_integrity()
         self.snapshots.check_integrity(self._tree.snapshot_ids())
         self._pool.check_integrity([*holdings, self._tree.page_ids()])
         for index, window in enumerate(self.windows):

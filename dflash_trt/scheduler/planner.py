@@ -10,7 +10,15 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.logprobs import PromptRows, TopRows
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StateCopies, StepPlan, StepRows, TokenMasks
+from dflash_trt.core.step_plan import (
+    CHAINED,
+    NO_PAGE_COPIES,
+    ExecutorLimits,
+    StateCopies,
+    StepPlan,
+    StepRows,
+    TokenMasks,
+)
 from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks
@@ -156,6 +164,7 @@ class StepPlanner:
             for name, before in step.undo.items():
                 getattr(table, name)[slots[live]] = before[live]
         table.take_back_updates(step.plan)
+        self._request_pool.store.host.take_back(step.plan.page_copies)
         self._request_pool.states.abandon(slots[live], step=step.number)
 
     def _planned(
@@ -225,6 +234,7 @@ class StepPlanner:
             prompt_rows=planned.prompt_rows,
             restores=restores,
             saves=saves,
+            page_copies=self._request_pool.store.host.take_copies() if planned.sequences else NO_PAGE_COPIES,
         )
 
     def _sequences(self, slots: Array) -> list[Sequence]:

@@ -65,8 +65,8 @@ class RequestPool:
     def num_missing_pages(self, sequence: Sequence) -> int:
         """Number of available pages that admitting `sequence` would take."""
         path, _ = self._cached_prefix(sequence)
-        num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(path)
-        return num_new + self.store.num_idle_among(path)
+        num_there = sum(node.page_id is not None for node in path)
+        return self.store.num_pages_for(len(sequence.token_ids)) - num_there + self.store.num_idle_among(path)
 
     def is_prompt_on_its_way(self, sequence: Sequence) -> bool:
         """True while another sample of the prompt computes full pages that `sequence` will share."""
@@ -90,12 +90,13 @@ class RequestPool:
         """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
         path, num_cached_pages = self._cached_prefix(sequence)
-        held = self.store.retain(path)
         num_tokens = len(sequence.token_ids)
-        num_new = self.store.num_pages_for(num_tokens) - len(held)
-        slot = self.table.assign_slot(sequence, held + self.store.allocate(num_new), num_kept=len(path))
-        self.windows.claim_pages(slot, path, sequence.max_len)
-        self.states.assign_snapshots(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
+        with self.store.host.pinned(path):
+            held = self.store.retain(path)
+            num_new = self.store.num_pages_for(num_tokens) - len(held)
+            slot = self.table.assign_slot(sequence, held + self.store.allocate(num_new), num_kept=len(path))
+            self.windows.claim_pages(slot, path, sequence.max_len)
+            self.states.assign_snapshots(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
         sequence.prefix_path = path
         context_len = len(path) * self.store.page_size
         self.table.context_len[slot] = context_len
@@ -198,6 +199,7 @@ class RequestPool:
                 table.exclude_from_cache(np.array([slot]))
                 return
             if node.page_id != page_id:
+                assert node.page_id is not None
                 table.page_ids[slot, index] = node.page_id
                 table.note_pages(np.array([slot]), np.array([index]))
             self.windows.cache_page(slot, index, node)

@@ -55,6 +55,8 @@ class Scheduler:
             keeps_prefixes=self.config.enable_prefix_caching,
             num_snapshots=limits.num_snapshots,
             windows=limits.page_windows,
+            num_host_pages=limits.num_host_pages,
+            num_host_snapshots=limits.num_host_snapshots,
         )
         table = SlotTable(limits)
         windows = SlotWindows(store.windows, table, limits)
@@ -195,6 +197,10 @@ class Scheduler:
             num_evicted_pages=request_pool.store.num_evicted_pages,
             num_window_pages=sum(window.num_pages for window in self.limits.page_windows),
             num_window_pages_in_use_now=request_pool.windows.num_pages_in_use,
+            num_host_pages=self.limits.num_host_pages,
+            num_host_pages_kept_now=request_pool.store.host.num_kept,
+            num_offloaded_pages=request_pool.store.host.num_offloaded_pages,
+            num_onboarded_pages=request_pool.store.host.num_onboarded_pages,
             num_ngram_draft_tokens=counts.num_ngram_draft_tokens,
             num_ngram_accepted_tokens=counts.num_ngram_accepted_tokens,
         )
@@ -274,7 +280,7 @@ class Scheduler:
         while self._planned:
             self.abandon()
         failed = [self.fail(sequence.request_id, reason) for sequence in list(self._request_pool.running)]
-        self._request_pool.store.drop_idle()
+        self._request_pool.store.forget_idle()
         return [event for event in failed if event is not None]
 
     def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:

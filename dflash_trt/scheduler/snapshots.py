@@ -7,13 +7,15 @@ Requests that begin with it hold it until their slots are filled from it; others
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 
 
 class SnapshotStore:
     """Ids 0 .. num_snapshots - 1."""
 
-    def __init__(self, num_snapshots: int) -> None:
+    def __init__(self, num_snapshots: int, host: HostTier) -> None:
+        self._host = host
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._reserved: set[int] = set()
         self._nodes: OrderedDict[int, PrefixNode] = OrderedDict()  # by id, least recently used first
@@ -58,18 +60,28 @@ class SnapshotStore:
         self._nodes[snapshot_id] = node
         node.snapshot_id = snapshot_id
 
+    def has(self, node: PrefixNode) -> bool:
+        """True if a request can begin with the snapshot of a node: it is on the device, or can come back."""
+        if node.snapshot_id is not None or node.host_snapshot_id is None:
+            return node.snapshot_id is not None
+        return bool(self._free) or any(not self._num_holders[snapshot_id] for snapshot_id in self._nodes)
+
     def detach(self, node: PrefixNode) -> None:
-        """Free the snapshot of a node, if it has one."""
+        """Take its snapshot from a node, if it has one, to the host's tier."""
         if node.snapshot_id is None:
             return
         assert not self._num_holders[node.snapshot_id], "a snapshot is evicted before it is read"
+        self._host.offload_snapshot(node, node.snapshot_id)
         del self._nodes[node.snapshot_id]
         self._free.append(node.snapshot_id)
         node.snapshot_id = None
 
     def retain(self, node: PrefixNode) -> int:
-        """Keep the snapshot of a node from eviction; return its id."""
-        assert node.snapshot_id is not None
+        """Keep the snapshot of a node from eviction; return its id. One in the host's tier comes back first."""
+        if node.snapshot_id is None and (snapshot_id := self.reserve()) is not None:
+            self._host.onboard_snapshot(node, snapshot_id)
+            self.attach(snapshot_id, node)
+        assert node.snapshot_id is not None, "no snapshot for a node that has one"
         self._nodes.move_to_end(node.snapshot_id)
         self._num_holders[node.snapshot_id] += 1
         return node.snapshot_id

@@ -43,6 +43,10 @@ class SchedulerStatistics:
     num_evicted_pages: int
     num_window_pages: int = 0  # pages of window layers, which have pages of their own
     num_window_pages_in_use_now: int = 0
+    num_host_pages: int = 0  # places in the host's tier
+    num_host_pages_kept_now: int = 0
+    num_offloaded_pages: int = 0  # copied to it, of all page groups
+    num_onboarded_pages: int = 0  # copied back
     num_ngram_draft_tokens: int = 0  # of num_draft_tokens, from the requests' own texts; the others are the drafter's
     num_ngram_accepted_tokens: int = 0  # of num_accepted_tokens
 

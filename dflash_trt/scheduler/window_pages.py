@@ -1,13 +1,14 @@
 """Pages of a group of layers that read a window of the last tokens: allocated, cached, evicted.
 
 A prefix tree node may have such a page in addition to its own. Window pages may be evicted on their own: a request can
-begin after a prefix as long as the pages of its last window are there.
+begin after a prefix as long as the pages of its last window are there, on the device or in the host's tier.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 
@@ -15,8 +16,9 @@ from dflash_trt.scheduler.prefix_tree import PrefixNode
 class WindowPages:
     """One group. `index` is its place in `PrefixNode.window_pages`."""
 
-    def __init__(self, window: PageWindow, *, index: int, page_size: int) -> None:
+    def __init__(self, window: PageWindow, host: HostTier, *, index: int, page_size: int) -> None:
         self.window = window.window
+        self._host = host
         self._index = index
         self._page_size = page_size
         self._pool = PagePool(window.num_pages)
@@ -26,6 +28,11 @@ class WindowPages:
     @property
     def num_pages(self) -> int:
         return self._pool.num_pages
+
+    @property
+    def _group(self) -> int:
+        """The page group; the first one keeps all positions."""
+        return self._index + 1
 
     @property
     def num_in_use(self) -> int:
@@ -59,20 +66,30 @@ class WindowPages:
         """For each node, True if a request can begin after it: the pages of the window before are cached."""
         found, run = [], 0  # nodes in sequence that have their page
         for length, node in enumerate(path, start=1):
-            run = 0 if node.window_pages[self._index] is None else run + 1
+            is_there = node.window_pages[self._index] is not None or node.is_on_host(self._group)
+            run = run + 1 if is_there else 0
             found.append(run >= length - self.first_page(length * self._page_size))
         return found
 
     def retain(self, nodes: Sequence[PrefixNode]) -> list[int]:
-        """Retain the pages of some nodes, which have them."""
-        page_ids = []
+        """Retain the pages of some nodes, which have them or are pinned: those in the host's tier come back first.
+
+        Raises:
+            CapacityError: too few pages are free or idle for these.
+        """
+        away = []
         for node in nodes:
             page_id = node.window_pages[self._index]
-            assert page_id is not None, "a request begins after a prefix without its window"
+            if page_id is None:
+                away.append(node)
+                continue
             self._idle.pop(page_id, None)
             self._pool.retain(page_id)
-            page_ids.append(page_id)
-        return page_ids
+        for node, page_id in zip(away, self.allocate(len(away)), strict=True):
+            assert node.is_on_host(self._group), "a request begins after a prefix without its window"
+            self._host.onboard(node, self._group, page_id)
+            self.insert(node, page_id)
+        return [page_id for node in nodes if (page_id := node.window_pages[self._index]) is not None]
 
     def insert(self, node: PrefixNode, page_id: int) -> int:
         """Cache the caller's page with `node`; if the node has one, the caller uses that. Returns the page."""
@@ -87,11 +104,12 @@ class WindowPages:
         return known
 
     def drop(self, node: PrefixNode) -> None:
-        """Free the page of a node, if it has one; no request holds it."""
+        """Take its page from a node, if it has one, to the host's tier; no request holds it."""
         page_id = node.window_pages[self._index]
         if page_id is None:
             return
         assert page_id in self._idle, f"page {page_id} is evicted while a request reads it"
+        self._host.offload(node, self._group, page_id)
         node.window_pages[self._index] = None
         del self._idle[page_id], self._nodes[page_id]
         self._pool.release(page_id)

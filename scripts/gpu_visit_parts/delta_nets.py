@@ -8,7 +8,7 @@ from dflash_trt.backends.torch.loading import allocate_state
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.gated_delta_launch import DeltaRows, DeltaWeights, run_gated_delta
-from dflash_trt.kernels.slot_copies_launch import SlotCopies
+from dflash_trt.kernels.row_copies_launch import RowCopies
 from dflash_trt.network.state import RecurrentCache
 from gpu_visit_parts.kernel_case import Call, Kernel
 from gpu_visit_parts.setting import SETTING
@@ -119,7 +119,8 @@ def _copy() -> Kernel:
     """Of one layer, as a snapshot is filled."""
 
     def make() -> Call:
-        copies = SlotCopies(list(_cache(2).tensors.values()))
+        slots = list(_cache(2).tensors.values())
+        copies = RowCopies(slots, slots, device=slots[0].device)
         return lambda: copies.copy(0, 1)
 
     return Kernel(kernel="copy of a slot", shape="one layer", num_bytes=2.0 * _cache(1).spec.bytes_per_slot, make=make)

@@ -49,6 +49,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "overlap_scheduling": (["--overlap"], True),
     "deterministic": (["--deterministic"], True),
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
+    "host_cache_bytes": (["--host-cache-bytes", "1MiB"], 1 << 20),
     "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
     "num_threads": (["--num-threads", "3"], 3),
     "plugin_library": (["--plugin-library", "/p.so"], "/p.so"),
@@ -70,7 +71,7 @@ LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields":
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = ({"use_drafter", "num_state_snapshots"}, {"kv_cache_free_memory_fraction", "ngram"})
+    apart = ({"use_drafter", "num_state_snapshots", "host_cache_bytes"}, {"kv_cache_free_memory_fraction", "ngram"})
     cases = []
     for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]

@@ -89,6 +89,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         ("num_threads", 1, MAX_INT32),
         ("max_queue_len", 1, MAX_INT32),
         ("kv_cache_bytes", 1, None),
+        ("host_cache_bytes", 1, None),
         ("seed", 0, None),
     ],
 )
@@ -106,6 +107,7 @@ CHANGES = {
     "kv_cache_free_memory_fraction": 0.5,
     "enable_prefix_caching": False,
     "num_state_snapshots": 2,
+    "host_cache_bytes": 1 << 20,
     "use_drafter": False,
     "adaptive_draft_length": True,
     "draft_length": {1: 3},
@@ -115,7 +117,8 @@ CHANGES = {
 EXCLUSIVE = {
     ("kv_cache_bytes", "kv_cache_free_memory_fraction"),
     ("enable_prefix_caching", "num_state_snapshots"),
-    *(("use_drafter", name) for name in [*CHANGES][5:]),
+    ("enable_prefix_caching", "host_cache_bytes"),
+    *(("use_drafter", name) for name in [*CHANGES][6:]),
 }
 
 
@@ -139,7 +142,8 @@ def test_a_config_without_its_drafter_keeps_what_does_not_need_one() -> None:
 
 def test_a_path_and_a_size_are_read_from_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RuntimeConfig(plugin_library="a/lib.so", kv_cache_bytes="1.5GiB")
+    config = RuntimeConfig(plugin_library="a/lib.so", kv_cache_bytes="1.5GiB", host_cache_bytes="1MiB")
+    assert config.host_cache_bytes == 1 << 20
     assert (config.plugin_library, config.kv_cache_bytes) == (str(tmp_path / "a/lib.so"), 3 << 29)
     assert RuntimeConfig(plugin_library=tmp_path, kv_cache_bytes="2GB").kv_cache_bytes == 2 * 10**9
     for fields, said in (

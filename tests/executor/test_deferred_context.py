@@ -22,6 +22,10 @@ from tests.engines import make_executor
 from tests.factories import make_target, make_zlab_drafter
 
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
+OTHERS = [
+    [7, 7, 2, 9, 1, 4, 4, 4, 8, 0, 3, 3, 5, 6, 1, 2, 9, 9, 9, 1],
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3],
+]
 PROMPTS = [SHARED + tail for tail in ([8, 4], [6, 2, 6], [4], [3, 3, 8, 3, 2, 7, 9])]
 
 
@@ -57,12 +61,17 @@ def executor_of(pair: tuple[Path, Path], *, num_blocks: int | None, has_kernels:
 
 
 def outputs_of(
-    executor: TorchExecutor, policy: DraftLengthPolicy, *, together: bool, reuses: bool = True
+    executor: TorchExecutor,
+    policy: DraftLengthPolicy,
+    *,
+    together: bool,
+    reuses: bool = True,
+    prompts: Sequence[list[int]] = tuple(PROMPTS),
 ) -> list[GenerationOutput]:
     config = SchedulerConfig(enable_prefix_caching=reuses)
     loop = EngineLoop(executor, Scheduler(executor.limits, config, policy))
     outputs = []
-    for batch in [PROMPTS] if together else [[prompt] for prompt in PROMPTS]:
+    for batch in [prompts] if together else [[prompt] for prompt in prompts]:
         streams = [
             loop.submit(
                 Request(
@@ -116,11 +125,13 @@ def test_a_context_that_is_lost_is_noticed(pair: tuple[Path, Path], monkeypatch:
     assert accepted(found) != accepted(expected)
 
 
-def test_a_page_with_another_owner_keeps_none_of_the_first_ones_taps(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("script", [[0] * 30 + [4] + [0] * 8 + [4], [0] * 24 + [4]], ids=["later", "at once"])
+def test_a_page_with_another_owner_keeps_none_of_the_first_ones_taps(
+    pair: tuple[Path, Path], script: list[int]
+) -> None:
     """Without prefix caching the second request has the pages of the first."""
-    script = [0] * 30 + [4] + [0] * 8 + [4]
     found, expected = (
-        outputs_of(executor_of(pair, num_blocks=blocks), Script(script), together=False, reuses=False)
+        outputs_of(executor_of(pair, num_blocks=blocks), Script(script), together=False, reuses=False, prompts=OTHERS)
         for blocks in (100, None)
     )
     assert accepted(found) == accepted(expected)

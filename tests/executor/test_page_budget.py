@@ -93,19 +93,24 @@ def test_a_budget_below_one_sequence_is_refused_with_the_bytes_it_needs():
         plan(budget_bytes=needed - 1)
 
 
+RECURRENT = Recurrent(
+    name="target_state.0",
+    num_key_heads=2,
+    num_value_heads=4,
+    key_head_dim=8,
+    value_head_dim=8,
+    conv_size=4,
+    num_records=4,
+    dtype="float32",
+)
+
+
+def with_recurrent() -> EngineStates:
+    return EngineStates(target=(*engine_states(QWEN3_8B, None, dtype="bfloat16").target, RECURRENT))
+
+
 def test_snapshots_take_at_most_a_quarter_of_what_slots_and_a_sequence_leave():
-    recurrent = Recurrent(
-        name="target_state.0",
-        num_key_heads=2,
-        num_value_heads=4,
-        key_head_dim=8,
-        value_head_dim=8,
-        conv_size=4,
-        num_records=4,
-        dtype="float32",
-    )
-    states = EngineStates(target=(*engine_states(QWEN3_8B, None, dtype="bfloat16").target, recurrent))
-    of_slot = recurrent.bytes_per_slot
+    states, of_slot = with_recurrent(), RECURRENT.bytes_per_slot
     options = {"page_size": 32, "max_batch_size": 8, "max_seq_len": 64}
     needed = 2 * 32 * states.bytes_per_token + 9 * of_slot
     for spare, num_snapshots in ((0, 0), (4 * of_slot - 1, 0), (4 * of_slot, 1), (23 * of_slot, 5), (99 * of_slot, 8)):
@@ -179,6 +184,34 @@ def test_a_plan_takes_half_of_the_free_memory_unless_another_fraction_is_given(
     ):
         config = RuntimeConfig(**{name: options.pop(name) for name in [*options] if name in KV_BUDGET})
         assert plan_engine_pages(manifest, config, **options).num_pages == int(budget) // page_bytes
+
+
+def test_prefixes_that_leave_have_places_in_host_memory_beside_the_pages(
+    manifest: EngineManifest, host_bytes: int
+) -> None:
+    without = plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB))
+    page_bytes = without.page_size * without.bytes_per_token
+    found = plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=5 * page_bytes + 1))
+    assert (found.num_host_pages, found.num_host_snapshots, found.host_bytes) == (5, 0, 5 * page_bytes)
+    assert found.num_pages == without.num_pages and without.num_host_pages == 0
+    assert f"; 5 pages of prefixes in {5 * page_bytes / 2**20:.1f} MiB of host memory" in str(found)
+    assert "host memory" not in str(without)
+    with pytest.raises(CapacityError, match=f"at least one page .{page_bytes} bytes., found {page_bytes - 1} bytes"):
+        plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=page_bytes - 1))
+    with pytest.raises(CapacityError, match=f"at most the {host_bytes} bytes .* free, found {host_bytes + 1}"):
+        plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=host_bytes + 1))
+
+
+def test_snapshots_take_at_most_a_quarter_of_the_host_s_part() -> None:
+    states, of_slot = with_recurrent(), RECURRENT.bytes_per_slot
+    sizes = {"page_size": 1, "max_batch_size": 4, "max_seq_len": 64, "budget_bytes": GIB}
+    host_bytes = 4 * (20 * states.bytes_per_token + 2 * of_slot)
+    found = plan_pages(states, **sizes, num_snapshots=None, host_bytes=host_bytes)
+    num_snapshots = host_bytes // 4 // of_slot
+    assert found.num_host_snapshots == num_snapshots > 2
+    assert found.num_host_pages == (host_bytes - num_snapshots * of_slot) // states.bytes_per_token
+    assert f"and {num_snapshots} snapshots of prefixes" in str(found)
+    assert plan_pages(states, **sizes, num_snapshots=0, host_bytes=host_bytes).num_host_snapshots == 0
 
 
 def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes: int) -> None:

@@ -2,14 +2,14 @@
 
 import torch
 
-from dflash_trt.kernels import logit_rules, logit_rules_launch, slot_copies_launch
+from dflash_trt.kernels import logit_rules, logit_rules_launch, row_copies_launch
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel
 from dflash_trt.kernels.norm_launch import GATED_BLOCK, norm_warps
 from dflash_trt.kernels.quantize_fp8 import quantize_fp8_kernel
 from dflash_trt.kernels.quantize_fp8_launch import BLOCK
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
-from dflash_trt.kernels.slot_copies import copy_slot_kernel
+from dflash_trt.kernels.row_copies import copy_row_kernel
 from plugins.aot.variant import KernelVariant, pointer
 
 SUFFIXES = {AS_THEY_ARE: "", FP8: "_fp8", NVFP4: "_nvfp4", NVFP4_TILED: "_nvfp4_tiled"}
@@ -108,17 +108,17 @@ def logit_rule_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelV
     )
 
 
-def slot_copy_variants() -> tuple[KernelVariant, ...]:
+def row_copy_variants() -> tuple[KernelVariant, ...]:
     """One for each word. Grids use num_blocks."""
     return tuple(
         KernelVariant(
-            name=f"copy_slot_{word}",
-            kernel=copy_slot_kernel,
+            name=f"copy_row_{word}",
+            kernel=copy_row_kernel,
             signature={"blocks": pointer(torch.int64), "source": "i32", "destination": "i32"},
-            constexprs={"WORD": word, "BLOCK": slot_copies_launch.BLOCK},
-            num_warps=slot_copies_launch.NUM_WARPS,
+            constexprs={"WORD": word, "BLOCK": row_copies_launch.BLOCK},
+            num_warps=row_copies_launch.NUM_WARPS,
             num_stages=1,
             grid=("num_blocks", "1", "1"),
         )
-        for word in slot_copies_launch.WORDS
+        for word in row_copies_launch.WORDS
     )

@@ -168,7 +168,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from tests.kernels.small_kernel_variants import (
-    logit_rule_variants, norm_variants, quantize_variant, slot_copy_variants
+    logit_rule_variants, norm_variants, quantize_variant, row_copy_variants
 )
 from plugins.aot.sampling_variants import draft_variants, sampling_variants
 
@@ -180,7 +180,7 @@ def variants(dtype, vocab_size, forms):
         yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
     yield from logit_rule_variants(dtype, vocab_size=vocab_size)
-    yield from slot_copy_variants()
+    yield from row_copy_variants()
 
 plan = [
     (90, torch.bfloat16, 151936, (AS_THEY_ARE, FP8)),

@@ -84,6 +84,7 @@ def make_executors(
     pages: QuantizationSpec | None = None,
     max_num_tokens: int = 48,
     num_snapshots: int = 0,
+    host_bytes: int = 0,
 ) -> tuple[TorchExecutor, TorchGpuExecutor]:
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
@@ -98,6 +99,7 @@ def make_executors(
         max_seq_len=64,
         budget_bytes=1 << 24,
         num_snapshots=num_snapshots,
+        host_bytes=host_bytes,
     )
     limits = {"max_batch_size": 4, "max_num_tokens": max_num_tokens, "max_draft_len": NUM_DRAFT_TOKENS}
     return (

@@ -298,15 +298,22 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     executor.close()
 
 
-def open_pair(name: str, root: Path, device: torch.device | None = None) -> AnyExecutor:
-    """On the GPU's kernels with a device, else on the CPU."""
+def open_pair(name: str, root: Path, device: torch.device | None = None, **more: Any) -> AnyExecutor:
+    """On the GPU's kernels with a device, else on the CPU. `more` are sizes of `tests/engines.py`."""
     pair = PAIRS[name]
-    target = pair.target(root / "target")
-    drafter = pair.drafter(root / "drafter", target_dir=target)
-    sizes = {"max_batch_size": NUM_SLOTS, "max_num_tokens": 20, "max_seq_len": 64, "budget_bytes": 1 << 20}
+    target, drafter = open_files(pair, root)
+    sizes = {"max_batch_size": NUM_SLOTS, "max_num_tokens": 20, "max_seq_len": 64, "budget_bytes": 1 << 20, **more}
     if device is not None:
         return make_gpu_executor(target, drafter, device=device, **{"quantization": None} | sizes | pair.options)
     return make_executor(target, drafter, has_kernels="kernels" in name or "DFlash2" in name, **sizes | pair.options)
+
+
+def open_files(pair: Pair, root: Path) -> tuple[Path, Path]:
+    """Target and drafter, made where they are not yet."""
+    if not (root / "target").exists():
+        pair.drafter(root / "drafter", target_dir=pair.target(root / "target"))
+    has_files = (root / "drafter").exists()
+    return root / "target", root / ("drafter" if has_files else "target")
 
 
 CONTENTS = [torch.nan, torch.inf, -3e4]

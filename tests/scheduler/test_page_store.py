@@ -142,7 +142,7 @@ def test_dropping_idle_prefixes_leaves_those_in_use() -> None:
     used, _ = keep(store, [1, 2])
     idle, _ = keep(store, [5, 6, 7, 8])
     store.release(idle)
-    assert store.drop_idle() == 2
+    assert store.forget_idle() == 2
     assert matched(store, [5, 6, 0]) == []
     assert matched(store, [1, 2, 0]) == used
     store.check_integrity([used])

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from tests.scheduler.driver import make_driver, make_request
@@ -13,42 +15,46 @@ class Mirror:
     def __init__(self) -> None:
         self.prefixes: dict[int, tuple[str | int, ...]] = {}
 
-    def stored(self, page_id: int, parent_page_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
-        assert page_id not in self.prefixes
-        before = (salt,) if parent_page_id is None else self.prefixes[parent_page_id]
+    def stored(self, block_id: int, parent_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
+        assert block_id not in self.prefixes
+        before = (salt,) if parent_id is None else self.prefixes[parent_id]
         assert before[0] == salt
-        self.prefixes[page_id] = (*before, *token_ids)
+        self.prefixes[block_id] = (*before, *token_ids)
 
-    def removed(self, page_id: int) -> None:
-        del self.prefixes[page_id]
+    def removed(self, block_id: int) -> None:
+        del self.prefixes[block_id]
 
 
 def path_tokens(node: PrefixNode | None) -> tuple[int, ...]:
     return () if node is None else (*path_tokens(node.parent), *node.token_ids)
 
 
-def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use() -> None:
+@pytest.mark.parametrize("num_host_pages", [0, 1, 7])
+def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use(num_host_pages: int) -> None:
     dice = random.Random(3)
-    store, mirror = PageStore(12, page_size=2), Mirror()
+    store, mirror = PageStore(12, page_size=2, num_host_pages=num_host_pages), Mirror()
     store.watch(mirror)
     for _ in range(400):
         tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
         salt = dice.choice(["", "other"])
         path = store.match([*tokens, 9], salt=salt)
-        held = store.retain(path)
+        with store.host.pinned(path):
+            held = store.retain(path)
         node = path[-1] if path else None
         for start in range(2 * len(path), len(tokens), 2):
             (page_id,) = store.allocate(1)
             node = store.insert(node, tokens[start : start + 2], page_id, salt=salt)
             assert node is not None
+            assert node.page_id is not None
             held.append(node.page_id)
-        assert mirror.prefixes[held[-1]] == (salt, *tokens)
+        assert node is not None and mirror.prefixes[node.block_id] == (salt, *tokens)
         assert path_tokens(node) == tuple(tokens)
         store.release(held)
         store.check_integrity([])
-        assert len(mirror.prefixes) == store.num_kept
+        assert store.num_kept <= len(mirror.prefixes) <= store.num_kept + store.host.num_kept
     assert store.num_evicted_pages > 0, "pages were evicted, and the mirror told"
-    store.drop_idle()
+    assert (store.host.num_onboarded_pages > 0) == (num_host_pages > 0)
+    store.forget_idle()
     assert mirror.prefixes == {}
 
 

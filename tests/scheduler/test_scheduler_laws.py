@@ -42,7 +42,8 @@ class AnyK(DraftLengthPolicy):
 
 
 class ServingMachine(RuleBasedStateMachine):
-    """Prompts share beginnings, so that pages are shared; pages are few, so that requests are preempted."""
+    """Prompts share beginnings, so that pages are shared; pages are few, so that requests are preempted
+    and prefixes leave the device."""
 
     @initialize(
         num_pages=st.integers(8, 24),
@@ -52,6 +53,8 @@ class ServingMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, False]),
         num_snapshots=st.sampled_from([None, 0, 1, 3]),
         windows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 8)), max_size=2),
+        num_host_pages=st.sampled_from([0, 1, 3, 8, 40]),
+        num_host_snapshots=st.sampled_from([0, 1, 4]),
         preempts_for_priority=st.booleans(),
         max_prefill_tokens=st.sampled_from([None, None, 3, 30]),
         max_queue_len=st.sampled_from([None, 3]),
@@ -68,6 +71,8 @@ class ServingMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         num_snapshots: int | None,
         windows: list[tuple[int, int]],
+        num_host_pages: int,
+        num_host_snapshots: int,
         preempts_for_priority: bool,
         max_prefill_tokens: int | None,
         max_queue_len: int | None,
@@ -82,6 +87,8 @@ class ServingMachine(RuleBasedStateMachine):
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
             num_snapshots=num_snapshots,
+            num_host_pages=num_host_pages,
+            num_host_snapshots=num_host_snapshots,
         )
         claim = 2 * (max_draft_len + 1) + 2 * page_size  # of one request, beside its window: at least what it needs
         groups = [PageWindow(window, (window + claim) // page_size + spare) for window, spare in windows]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.step_plan import StateCopies, StepPlan
-from dflash_trt.scheduler.prefix_tree import PrefixNode
+from dflash_trt.scheduler.host_tier import HostTier
+from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
 from dflash_trt.scheduler.snapshots import SnapshotStore
 from tests.fake_executor import ToyStates, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
@@ -204,8 +205,8 @@ def test_parts_of_a_plan_have_the_copies_of_their_rows() -> None:
 
 
 def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
-    store = SnapshotStore(1)
-    node = PrefixNode((1,), 0, parent=None, salt="")
+    store = SnapshotStore(1, HostTier(PrefixTree(1)))
+    node = PrefixNode((1,), block_id=0, parent=None, salt="")
     reserved = store.reserve()
     assert reserved == 0 and store.reserve() is None
     store.attach(reserved, node)

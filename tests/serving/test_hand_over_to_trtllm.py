@@ -145,6 +145,7 @@ REFUSED_SETTINGS: dict[str, Any] = {
     "draft_length": {1: 2, 4: 1},
     "draft_window": 8,
     "num_state_snapshots": 2,
+    "host_cache_bytes": 1 << 20,
     "deterministic": True,
     "num_threads": 2,
     "plugin_library": "library.so",

@@ -36,6 +36,9 @@ SCHEDULER = SchedulerStatistics(
     num_evicted_pages=119,
     num_ngram_draft_tokens=120,
     num_ngram_accepted_tokens=121,
+    num_host_pages_kept_now=122,
+    num_offloaded_pages=123,
+    num_onboarded_pages=124,
 )
 NOTHING = Samples().distribution()
 STATISTICS = EngineStatistics(
@@ -96,7 +99,10 @@ def test_each_count_of_the_engine_is_its_own_metric(book, series) -> None:
         "pages": 116,
         "pages_in_use": 117,
         "pages_kept": 118,
+        "host_pages_kept": 122,
         "evicted_pages_total": 119,
+        "offloaded_pages_total": 123,
+        "onboarded_pages_total": 124,
         "ngram_draft_tokens_total": 120,
         "ngram_accepted_tokens_total": 121,
         "failed_steps_total": 205,

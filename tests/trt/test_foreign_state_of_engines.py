@@ -20,6 +20,7 @@ from tests.parity.test_foreign_state import (
     check_free_memory,
     check_mates,
     contents,
+    open_files,
     serve,
 )
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
@@ -29,10 +30,12 @@ from tests.trt.test_trt_executor import CPU, HOST_STREAM
 NUM_PAGES, MAX_SEQ_LEN = 48, 64
 
 
-def open_engine(trt: ModuleType, name: str, root: Path) -> TensorRTExecutor:
+def open_engine(
+    trt: ModuleType, name: str, root: Path, *, num_pages: int = NUM_PAGES, num_host_pages: int = 0
+) -> TensorRTExecutor:
+    """With so many pages in every group."""
     pair = PAIRS[name]
-    target = pair.target(root / "target")
-    drafter = pair.drafter(root / "drafter", target_dir=target)
+    target, drafter = open_files(pair, root)
     options = {name: value for name, value in pair.options.items() if name == "has_page_groups"}
     defined = define_pair(trt, target, drafter, pages=pair.options.get("quantization"), **options)
     sizes = {"max_batch_size": NUM_SLOTS, "max_num_tokens": 20, "max_seq_len": MAX_SEQ_LEN}
@@ -40,9 +43,10 @@ def open_engine(trt: ModuleType, name: str, root: Path) -> TensorRTExecutor:
     limits = ExecutorLimits(
         **sizes,
         draft_topk=defined.spec.draft_topk,
-        num_pages=NUM_PAGES,
+        num_pages=num_pages,
+        num_host_pages=num_host_pages,
         num_snapshots=0 if defined.spec.states.is_recurrent else None,
-        page_windows=tuple(PageWindow(window, NUM_PAGES) for window in defined.spec.page_windows),
+        page_windows=tuple(PageWindow(window, num_pages) for window in defined.spec.page_windows),
     )
     contexts = StepContexts(
         FakeEngine(defined, EngineLimits(**sizes)), USER_MANAGED, HOST_STREAM, captured=(), device=CPU

@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots
+from dflash_trt.backends.cuda.host_memory import PageLockedMemory
 from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
@@ -123,7 +124,16 @@ class TorchGpuExecutor:
             device=device,
             page_windows=page_plan.page_windows,
         )
-        self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
+        first_slot = max_batch_size + 1
+        self._snapshots = DeviceSnapshots(self._state, first_slot=first_slot)
+        self._host_memory = PageLockedMemory(
+            self._state.paged,
+            self._state.slots,
+            num_pages=page_plan.num_host_pages,
+            num_snapshots=page_plan.num_host_snapshots,
+            first_slot=first_slot,
+            device=device,
+        )
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
@@ -197,6 +207,7 @@ class TorchGpuExecutor:
         self._staging.stage(plan, shape)
         with self.on_stream():
             started = new_timer(self._device)
+            self._host_memory.copy(plan.page_copies)
             self._staging.upload()
             self._snapshots.restore(plan.restores)
             use = self._logit_use(plan, shape)
@@ -252,6 +263,7 @@ class TorchGpuExecutor:
         with self.on_stream():
             if is_first:
                 self._snapshots.warm_up()
+                self._host_memory.warm_up()
             reader = logprobs_reader(read, self._device, score_rows)
             masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
             use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks, reader=reader)
@@ -385,6 +397,7 @@ class TorchGpuExecutor:
             "_captured",
             "_state",
             "_snapshots",
+            "_host_memory",
             "_resources",
             "_staging",
             "_tables",

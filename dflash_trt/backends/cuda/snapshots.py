@@ -7,7 +7,7 @@ steps, whatever the host knows of them yet, and no graph depends on them.
 from torch import Tensor
 
 from dflash_trt.core.step_plan import StateCopies
-from dflash_trt.kernels.slot_copies_launch import SlotCopies
+from dflash_trt.kernels.row_copies_launch import RowCopies
 from dflash_trt.network.state import StepState
 
 
@@ -15,7 +15,8 @@ class DeviceSnapshots:
     """Copies between slots, on the current stream; snapshot i is slot `first_slot + i`."""
 
     def __init__(self, state: StepState[Tensor], *, first_slot: int) -> None:
-        self._slots = SlotCopies(state.slots) if state.slots else None
+        slots = state.slots
+        self._slots = RowCopies(slots, slots, device=slots[0].device) if slots else None
         self._first_slot = first_slot
 
     def restore(self, copies: StateCopies) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.graphs import Capture, CudaCapture, GraphCache
+from dflash_trt.backends.host_memory import HostMemory
 from dflash_trt.backends.padding import StepShape, full_block_shapes, prefill_kernel_shapes, verify_block_shape
 from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
@@ -69,6 +70,11 @@ class TensorRTExecutor:
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
         )
+        self._host_memory = HostMemory(
+            [(self.state.group_of(name), pages) for name, pages in self.state.pages.items()],
+            num_pages=limits.num_host_pages,
+            is_page_locked=device.type == "cuda",
+        )
         self.graphs = GraphCache(capture)
         contexts.bind(self._buffers.tensors | self.state.tensors)
         if device.type == "cuda":
@@ -118,7 +124,9 @@ class TensorRTExecutor:
         captured = captured_shapes(spec, limits, lens)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
         pages = _page_plan(engine_dir, spec, config, ranks)  # from the memory that the contexts leave
-        limits = replace(limits, num_pages=pages.num_pages, page_windows=pages.page_windows)
+        limits = replace(
+            limits, num_pages=pages.num_pages, page_windows=pages.page_windows, num_host_pages=pages.num_host_pages
+        )
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
         executor._owners = (engine, *owners)
@@ -158,6 +166,7 @@ class TensorRTExecutor:
         self._buffers.staging.stage(given, shape)
         with self._on_stream():
             started = new_timer(self._buffers.device)
+            self._host_memory.copy(plan.page_copies)
             self._buffers.staging.upload()
             self.graphs.run(shape, partial(self._enqueue, shape))
             result = self._buffers.results.download(
@@ -175,7 +184,14 @@ class TensorRTExecutor:
         on_gpu = self._buffers.device.type == "cuda"
         if on_gpu:
             self._stream.synchronize()
-        for name in ("graphs", "_contexts", "_owners", "state", "_buffers"):  # graphs before contexts, then the engine
+        for name in (
+            "graphs",
+            "_contexts",
+            "_owners",
+            "state",
+            "_host_memory",
+            "_buffers",
+        ):  # graphs before contexts, then the engine
             del vars(self)[name]
         if self._communicator is not None:
             self._communicator.close()

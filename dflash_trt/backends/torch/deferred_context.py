@@ -8,7 +8,7 @@ blocks of memory, one per page. When no block is free, the ones that were writte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import SNAPSHOTS, PageCopies
 from dflash_trt.network.decoder import TargetRun
 from dflash_trt.network.drafters.base import DraftLayer
 from dflash_trt.network.drafters.dflash import DFlashDrafter
@@ -112,13 +113,23 @@ class DeferredContext:
             self._log.append(_Logged(target.taps, positions, self._pages_of(rows, positions)))
             self._num_logged += len(positions)
             if self._num_logged >= self._most_logged:
-                self._sort_log(ops, acceptance, state)
+                self._sort_log(ops, state)
             return
         if self._log:
-            self._sort_log(ops, acceptance, state)
+            self._sort_log(ops, state)
         if len(self._free) < len(self._pages):
-            self._compute(ops, self._blocks_of(rows), acceptance, state)
+            self._forget(self._begun_by(rows))
+            self._compute(ops, self._blocks_of(rows), state)
         self._drafter.observe(ops, token_ids, target, acceptance, state)
+
+    def before_copies(self, ops: TorchOps, copies: PageCopies, state: StepState[Tensor]) -> None:
+        """Complete the pages that are copied out, and forget what those had that others are copied to."""
+        if self._log:
+            self._sort_log(ops, state)
+        is_page = copies.groups != SNAPSHOTS
+        blocks = self._blocks[copies.ids[is_page & ~copies.is_onboard]]
+        self._compute(ops, np.unique(blocks[blocks >= 0]), state)
+        self._forget(copies.ids[is_page & copies.is_onboard])
 
     def _pages_of(self, rows: Rows[Tensor], positions: Array) -> Array:
         """The page of each token."""
@@ -130,6 +141,12 @@ class DeferredContext:
         pages: Array = table[requests, positions // self._page_size]
         return pages
 
+    def _begun_by(self, rows: Rows[Tensor]) -> Array:
+        """Pages whose first token is among these rows: what they had is another owner's."""
+        positions = rows.positions.numpy()
+        begun: Array = self._pages_of(rows, positions)[positions % self._page_size == 0]
+        return begun
+
     def _blocks_of(self, rows: Rows[Tensor]) -> Array:
         """Blocks of what the rows' requests have in pages."""
         num_pages = -(-rows.context_lens.numpy() // self._page_size)
@@ -138,14 +155,14 @@ class DeferredContext:
         found: Array = np.unique(blocks[blocks >= 0])
         return found
 
-    def _sort_log(self, ops: TorchOps, acceptance: Acceptance[Tensor], state: StepState[Tensor]) -> None:
+    def _sort_log(self, ops: TorchOps, state: StepState[Tensor]) -> None:
         log, self._log, self._num_logged = self._log, [], 0
         self._num_sorted += 1
         pages = np.concatenate([step.pages for step in log])
         positions = np.concatenate([step.positions for step in log])
         new = np.unique(pages[self._blocks[pages] < 0])
         if len(new) > len(self._free):
-            self._compute(ops, self._oldest(len(new) - len(self._free), pages), acceptance, state)
+            self._compute(ops, self._oldest(len(new) - len(self._free), pages), state)
             new = np.unique(pages[self._blocks[pages] < 0])
         for page in new.tolist():
             block = self._blocks[page] = self._free.pop()
@@ -182,17 +199,20 @@ class DeferredContext:
         oldest: Array = used[np.argsort(self._written[used], kind="stable")[:num_blocks]]
         return oldest
 
-    def _compute(self, ops: TorchOps, blocks: Array, acceptance: Acceptance[Tensor], state: StepState[Tensor]) -> None:
+    def _compute(self, ops: TorchOps, blocks: Array, state: StepState[Tensor]) -> None:
         """Write the context K/V of these blocks' pages, and free them."""
         for first in range(0, len(blocks), _PAGES_PER_CALL):
             part = blocks[first : first + _PAGES_PER_CALL]
-            self._compute_part(ops, part, acceptance, state)
-            self._blocks[self._pages[part]] = -1
-            self._free += part.tolist()
+            self._compute_part(ops, part, state)
+            self._forget(self._pages[part])
 
-    def _compute_part(
-        self, ops: TorchOps, blocks: Array, acceptance: Acceptance[Tensor], state: StepState[Tensor]
-    ) -> None:
+    def _forget(self, pages: Array) -> None:
+        """Free the blocks of these pages."""
+        blocks = np.unique(self._blocks[pages])
+        self._blocks[pages] = -1
+        self._free += blocks[blocks >= 0].tolist()
+
+    def _compute_part(self, ops: TorchOps, blocks: Array, state: StepState[Tensor]) -> None:
         """As a step in which every page is a request."""
         starts, stops, columns = self._starts[blocks], self._stops[blocks], self._columns[blocks]
         token_offsets = np.append(0, np.cumsum(stops - starts))
@@ -211,7 +231,15 @@ class DeferredContext:
         kept = self._taps.index_select(0, torch.from_numpy(blocks[request] * self._page_size + offsets))
         taps = [kept[:, start : start + self._width] for start in range(0, kept.shape[1], self._width)]
         target = TargetRun(hidden=kept, taps=taps, rows=ops.token_rows())
-        self._drafter.observe(ops, target.rows.positions, target, replace(acceptance, next_context_lens=ends), state)
+        self._drafter.observe(ops, target.rows.positions, target, _all_accepted(ends), state)
+
+
+def _all_accepted(ends: Tensor) -> Acceptance[Tensor]:
+    """Of rows that are given whole: nothing was drafted, sampled or emitted."""
+    none = ends[:0]
+    return Acceptance(
+        emitted_tokens=none, emitted_logprobs=none, num_accepted=none, bonus_tokens=none, next_context_lens=ends
+    )
 
 
 def _int32(values: Array) -> Tensor:

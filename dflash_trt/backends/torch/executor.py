@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.host_memory import HostMemory
 from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
@@ -34,9 +35,10 @@ from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.snapshots import SlotSnapshots
+from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import FinishedStep, PageCopies, StepPlan, StepResult, TokenMasks
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -102,7 +104,15 @@ class TorchExecutor:
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             page_windows=page_plan.page_windows,
         )
-        self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
+        first_slot = max_batch_size + 1
+        self._snapshots = SlotSnapshots(self._state, first_slot=first_slot)
+        self._host_memory = HostMemory(
+            self._state.paged,
+            self._state.slots,
+            num_pages=page_plan.num_host_pages,
+            num_snapshots=page_plan.num_host_snapshots,
+            first_slot=first_slot,
+        )
         self._context = deferred_context(
             self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
         )
@@ -148,6 +158,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         check_plan(plan, self.limits)
+        self._copy_pages(plan.page_copies)
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
         self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
@@ -166,6 +177,13 @@ class TorchExecutor:
         result = step_result(outputs)
         return result if reader is None else reader.added_to(result)
 
+    def _copy_pages(self, copies: PageCopies) -> None:
+        if len(copies):
+            if self._context is not None:
+                no_rows = step_inputs(StepBatch(requests=(), num_draft_tokens=0))
+                self._context.before_copies(self._ops(no_rows, num_draft_tokens=0), copies, self._state)
+            self._host_memory.copy(copies)
+
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
         """The target's logits after every token of one sequence: for measuring, on an idle executor."""
@@ -178,7 +196,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
-        for name in ("network", "_context", "_state", "_snapshots"):
+        for name in ("network", "_context", "_state", "_snapshots", "_host_memory"):
             vars(self).pop(name, None)
 
     def _ops(

@@ -180,6 +180,8 @@ def limits_of(
         page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
+        num_host_pages=plan.num_host_pages,
+        num_host_snapshots=plan.num_host_snapshots,
         has_draft_confidence=network.draft is not None and (has_confidence or network.draft.has_confidence),
     )
 

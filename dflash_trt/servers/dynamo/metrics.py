@@ -50,6 +50,7 @@ def _gauges(statistics: EngineStatistics) -> Iterator[tuple[str, str, float | No
     yield "dflash_trt:pages", "K/V pages there are", scheduler.num_pages
     yield "dflash_trt:pages_in_use", "K/V pages that requests hold", scheduler.num_pages_in_use_now
     yield "dflash_trt:pages_kept", "K/V pages of the prefix cache, in use or idle", scheduler.num_pages_kept_now
+    yield "dflash_trt:host_pages_kept", "Pages of the prefix cache in host memory", scheduler.num_host_pages_kept_now
 
 
 def _counters(statistics: EngineStatistics) -> Iterator[tuple[str, str, int]]:
@@ -68,3 +69,5 @@ def _counters(statistics: EngineStatistics) -> Iterator[tuple[str, str, int]]:
     yield "dflash_trt:prefix_hit_tokens", "Prompt tokens that the prefix cache had", scheduler.num_prefix_hit_tokens
     yield "dflash_trt:preemptions", "Requests sent back to the queue for want of pages", scheduler.num_preemptions
     yield "dflash_trt:evicted_pages", "Cached pages evicted for new ones", scheduler.num_evicted_pages
+    yield "dflash_trt:offloaded_pages", "Evicted pages copied to host memory", scheduler.num_offloaded_pages
+    yield "dflash_trt:onboarded_pages", "Pages copied back for a prompt", scheduler.num_onboarded_pages

@@ -33,15 +33,15 @@ class BlockPublisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    page_id: int
-    parent_page_id: int | None
+    block_id: int
+    parent_id: int | None
     token_ids: tuple[int, ...]
     salt: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    page_id: int
+    block_id: int
 
 
 class PrefixEvents:
@@ -49,7 +49,7 @@ class PrefixEvents:
 
     def __init__(self) -> None:
         self._notes: queue.SimpleQueue[_Stored | _Removed | None] = queue.SimpleQueue()
-        self._hashes: dict[int, int] = {}  # by page id
+        self._hashes: dict[int, int] = {}  # by block id
         self._publisher: BlockPublisher | None = None
         self._thread: threading.Thread | None = None
 
@@ -61,11 +61,11 @@ class PrefixEvents:
     def publish_to(self, publisher: BlockPublisher) -> None:
         self._publisher = publisher
 
-    def stored(self, page_id: int, parent_page_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
-        self._notes.put(_Stored(page_id, parent_page_id, token_ids, salt))
+    def stored(self, block_id: int, parent_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
+        self._notes.put(_Stored(block_id, parent_id, token_ids, salt))
 
-    def removed(self, page_id: int) -> None:
-        self._notes.put(_Removed(page_id))
+    def removed(self, block_id: int) -> None:
+        self._notes.put(_Removed(block_id))
 
     def close(self) -> None:
         if self._thread is not None:
@@ -88,14 +88,14 @@ class PrefixEvents:
 
     def _publish(self, note: _Stored | _Removed) -> None:
         if isinstance(note, _Removed):
-            block_hash = self._hashes.pop(note.page_id)
+            block_hash = self._hashes.pop(note.block_id)
             if self._publisher is not None:
                 self._publisher.publish_removed([block_hash])
             return
-        parent = None if note.parent_page_id is None else self._hashes[note.parent_page_id]
+        parent = None if note.parent_id is None else self._hashes[note.parent_id]
         # Equal on every replica: hashes of integers do not depend on the process. A salt parts the roots.
         salt = tuple(note.salt.encode()) if parent is None else ()
-        block_hash = self._hashes[note.page_id] = hash((parent or 0, salt, note.token_ids))
+        block_hash = self._hashes[note.block_id] = hash((parent or 0, salt, note.token_ids))
         if self._publisher is not None:
             self._publisher.publish_stored(
                 list(note.token_ids), [len(note.token_ids)], [block_hash], parent, cache_salt=note.salt or None

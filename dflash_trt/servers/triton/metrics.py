@@ -57,6 +57,8 @@ PREFIX_HIT_TOKENS = _metric("COUNTER", "prefix_hit_tokens_total", "Prompt tokens
 ADMITTED_TOKENS = _metric("COUNTER", "admitted_prompt_tokens_total", "Prompt tokens of requests that began")
 PREEMPTIONS = _metric("COUNTER", "preemptions_total", "Requests sent back to the queue for want of pages")
 EVICTED_PAGES = _metric("COUNTER", "evicted_pages_total", "Kept pages given up for new ones")
+OFFLOADED_PAGES = _metric("COUNTER", "offloaded_pages_total", "Evicted pages copied to host memory")
+ONBOARDED_PAGES = _metric("COUNTER", "onboarded_pages_total", "Pages copied back for a prompt")
 STEPS = _metric("COUNTER", "steps_total", "Steps of the engine")
 FAILED_STEPS = _metric("COUNTER", "failed_steps_total", "Steps that raised and were run again in parts")
 
@@ -65,6 +67,7 @@ WAITING = _metric("GAUGE", "requests_waiting", "Requests in the queue")
 PAGES = _metric("GAUGE", "pages", "K/V pages there are")
 PAGES_IN_USE = _metric("GAUGE", "pages_in_use", "K/V pages that requests hold")
 PAGES_KEPT = _metric("GAUGE", "pages_kept", "K/V pages that the prefix tree keeps, in use or idle")
+HOST_PAGES_KEPT = _metric("GAUGE", "host_pages_kept", "Pages of kept prefixes in host memory")
 
 QUEUE_TIME = _metric("HISTOGRAM", "queue_time_seconds", "From arrival to the first step", buckets=_SECONDS)
 FIRST_TOKEN = _metric("HISTOGRAM", "time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS)
@@ -129,6 +132,8 @@ class MetricBook:
                 ADMITTED_TOKENS: scheduler.num_admitted_prompt_tokens,
                 PREEMPTIONS: scheduler.num_preemptions,
                 EVICTED_PAGES: scheduler.num_evicted_pages,
+                OFFLOADED_PAGES: scheduler.num_offloaded_pages,
+                ONBOARDED_PAGES: scheduler.num_onboarded_pages,
                 STEPS: scheduler.num_steps,
                 NGRAM_DRAFT_TOKENS: scheduler.num_ngram_draft_tokens,
                 NGRAM_ACCEPTED_TOKENS: scheduler.num_ngram_accepted_tokens,
@@ -137,6 +142,7 @@ class MetricBook:
                 PAGES: scheduler.num_pages,
                 PAGES_IN_USE: scheduler.num_pages_in_use_now,
                 PAGES_KEPT: scheduler.num_pages_kept_now,
+                HOST_PAGES_KEPT: scheduler.num_host_pages_kept_now,
             }
         with self._lock:
             for metric, count in engine_counts.items():

@@ -17,6 +17,7 @@ _REFUSED: Final = (
     "ngram",
     "draft_window",
     "num_state_snapshots",
+    "host_cache_bytes",
     "deterministic",
     "num_threads",
     "plugin_library",

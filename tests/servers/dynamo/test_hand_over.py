@@ -428,6 +428,9 @@ SERIES = {
     "prefix_hit_tokens_total": SCHEDULER.num_prefix_hit_tokens,
     "preemptions_total": SCHEDULER.num_preemptions,
     "evicted_pages_total": SCHEDULER.num_evicted_pages,
+    "host_pages_kept": SCHEDULER.num_host_pages_kept_now,
+    "offloaded_pages_total": SCHEDULER.num_offloaded_pages,
+    "onboarded_pages_total": SCHEDULER.num_onboarded_pages,
 }
 SPECULATION = {
     "trtllm:spec_accept_length": SCHEDULER.num_emitted_by_verify / SCHEDULER.num_verify_blocks,

@@ -1,0 +1,46 @@
+"""Places in page-locked host memory for pages that leave a GPU: see `backends/host_memory.py`.
+
+A copy is a launch, on the stream of the steps, that reads or writes the host's memory itself: a page has a part for
+each layer, too many for a call of the driver each. The host's addresses are the device's, too (CUDA's unified virtual
+addressing).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.host_memory import HostMemory, Parts
+from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import CopyRun
+from dflash_trt.kernels.row_copies_launch import RowCopies
+
+
+class PageLockedMemory(HostMemory):
+    """Copies on the current stream."""
+
+    def __init__(
+        self, paged: Iterable[tuple[int, Tensor]], slots: Sequence[Tensor] = (), *, device: torch.device, **sizes: int
+    ) -> None:
+        """`sizes` as of HostMemory."""
+        super().__init__(paged, slots, is_page_locked=device.type == "cuda", **sizes)
+        self._copies = {
+            (group, is_onboard): _copies(parts, device, is_onboard=is_onboard)
+            for group, parts in self._parts.items()
+            for is_onboard in (False, True)
+        }
+
+    def warm_up(self) -> None:
+        """Compile the kernel, while all pages are empty."""
+        for copies in self._copies.values():
+            copies.copy(0, 0)
+
+    def _copy(self, run: CopyRun, rows: Array) -> None:
+        copies = self._copies[run.group, run.is_onboard]
+        for row, place in zip(rows.tolist(), run.host_ids.tolist(), strict=True):
+            copies.copy(*((place, row) if run.is_onboard else (row, place)))
+
+
+def _copies(parts: Parts, device: torch.device, *, is_onboard: bool) -> RowCopies:
+    on_device, places = map(list, zip(*parts, strict=True))
+    return RowCopies(*((places, on_device) if is_onboard else (on_device, places)), device=device)
