@@ -7,7 +7,6 @@ K drafts a request verifies those that are worth it (`verify_budget`).
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
@@ -37,6 +36,9 @@ _OBSERVE_FRACTION, _MAX_UNOBSERVED = 0.05, 256  # of a prompt token's time; toke
 _STALE_AFTER = 600  # steps
 _MAX_VERIFIED_PART = 0.9  # of a step's time, for all drafts that it could verify
 _NUM_RECENT = 128
+_GAIN_TO_LEAVE_OUT, _GAIN_TO_STOP = 0.04, 0.02  # estimated, beside what the choice takes
+_NUM_STEPS_TO_LEARN = 32
+_CHOICE_S = 0.6e-3  # of the host in a step: 0.25 ms to choose and to learn, the rest for a plan that cannot repeat
 _NO_ROWS = np.zeros(0, np.int64)
 _OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is worth a probe
 
@@ -69,12 +71,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             )
         self._hysteresis_fraction = hysteresis_fraction
         self._max_probe_fraction = max_probe_fraction
-        self.has_budget = device == "cpu"
+        self._may_leave_out = device == "cpu"
+        self._leaves_out, self._num_to_learn = False, _NUM_STEPS_TO_LEARN
         self._acceptance = AcceptanceCounts(max_draft_len, decay=_ACCEPTANCE_DECAY)
         self._requests = RequestRates()
         self._confidences = ConfidenceRates()
-        self._asked = _NO_ROWS, _NO_ROWS, np.zeros((0, max_draft_len)), np.zeros((0, max_draft_len))
-        self._recent: deque[Array] = deque(maxlen=_NUM_RECENT)  # [K], what `limit` knew of a request
+        self._nothing_asked = _NO_ROWS, _NO_ROWS, np.zeros((0, max_draft_len)), np.zeros((0, max_draft_len))
+        self._asked = self._nothing_asked
+        self._recent = np.zeros((0, max_draft_len))  # what `limit` knew of the last requests it was asked of
         self._slots = self._epochs = _NO_ROWS  # of the last step
         self._was_drafting = False
         self._costs = StepCosts(num_fixed_rows=NUM_FIXED_ROWS[device])
@@ -87,6 +91,11 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._num_steps_since_change = _NUM_STEPS_TO_STAY
         self._smoothed = 0.0  # before the first step
         self._batch_size = 1
+
+    @property
+    def has_budget(self) -> bool:
+        """True while leaving out drafts pays; to know whether it does, in the first steps, and before a decision."""
+        return self._may_leave_out and (self._leaves_out or self._num_to_learn > 0 or not self._num_steps_to_think)
 
     def choose(self, num_decoding: int) -> int:
         if not num_decoding:
@@ -110,8 +119,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         length = self._current if self._probe is None else self._probe
         is_measured = self._costs.age(len(slots), length) is not None
         reach = self._requests.reach(slots, epochs, rates)
-        self._recent.extend(reach[~np.isnan(confidence[:, 0])])
-        if not is_measured:
+        self._recent = np.concatenate((self._recent, reach[~np.isnan(confidence[:, 0])]))[-_NUM_RECENT:]
+        if not is_measured or not self._leaves_out:
             return num_candidates
         reach = np.where(np.arange(reach.shape[1]) < num_candidates[:, None], reach, 0.0)
         return self._budget(len(slots), length, reach).num_candidates(reach)
@@ -122,7 +131,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         for num_candidates, num_accepted in blocks:
             self._acceptance.add(num_candidates, num_accepted)
         self._slots, self._epochs = step.slots, step.epochs
-        self._learn(step)
+        if self._leaves_out or len(self._asked[0]):
+            self._learn(step)
         was_drafting, self._was_drafting = self._was_drafting, step.num_draft_tokens > 0
         if step.elapsed_s is None:
             return
@@ -143,34 +153,45 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def _learn(self, step: StepObservation) -> None:
         """What the verify blocks say of requests, and of the drafter's confidence if it was known before the step."""
-        blocks, usual = (step.num_candidates, step.num_accepted), np.tile(self._usual_rates(), (step.num_decoding, 1))
+        blocks = step.num_candidates, step.num_accepted
         slots, epochs, confidence, rates = self._asked
-        known = slice(len(slots))
-        if np.array_equal(step.slots[known], slots) and np.array_equal(step.epochs[known], epochs):
+        self._asked = self._nothing_asked
+        known, usual = slice(len(slots)), rates
+        is_known = np.array_equal(step.slots[known], slots) and np.array_equal(step.epochs[known], epochs)
+        if not is_known or len(slots) < step.num_decoding:
+            usual = np.tile(self._usual_rates(), (step.num_decoding, 1))
+        if is_known:
             usual[known] = rates
             self._confidences.observe(confidence, *(counts[known] for counts in blocks))
         self._requests.observe(step.slots, step.epochs, *blocks, usual)
+        self._num_to_learn -= 1
 
     def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float:
         """Estimated throughput of all requests with this K; tokens per row before the first measured step."""
-        return self._budget(num_decoding, num_draft_tokens, self._usual_reach()).tokens_per_second
+        return self._speed(num_decoding, num_draft_tokens, leaves_out=self._leaves_out)
+
+    def _speed(self, num_decoding: int, num_draft_tokens: int, *, leaves_out: bool) -> float:
+        reach = self._usual_reach()
+        if leaves_out:
+            return self._budget(num_decoding, num_draft_tokens, reach).tokens_per_second
+        num_tokens = len(reach) + float(reach[:, :num_draft_tokens].sum())
+        return num_tokens / len(reach) * num_decoding / self._costs.estimate(num_decoding, num_draft_tokens)
 
     def _budget(self, num_decoding: int, num_draft_tokens: int, reach: Array) -> VerifyBudget:
         """Of a step with this K: what to verify of `reach` [any, any], of that many steps' requests together."""
         full_s, num_drafts = self._costs.estimate(num_decoding, num_draft_tokens), num_decoding * num_draft_tokens
-        row_s = self._costs.row_s() if self.has_budget else 0.0
-        row_s = min(row_s, _MAX_VERIFIED_PART * full_s / max(1, num_drafts))
+        row_s = min(self._costs.row_s(), _MAX_VERIFIED_PART * full_s / max(1, num_drafts))
         return best_budget(
             reach[:, :num_draft_tokens],
-            fixed_s=(full_s - num_drafts * row_s) * len(reach) / max(1, num_decoding),
+            fixed_s=(full_s - num_drafts * row_s + _CHOICE_S) * len(reach) / max(1, num_decoding),
             row_s=row_s,
         )
 
     def _usual_reach(self) -> Array:
         """Of the last requests whose drafts had a confidence, or those of the last step."""
         usual, known = self._usual_rates(), len(self._slots)
-        if self._recent:
-            return np.stack(self._recent)
+        if len(self._recent):
+            return self._recent
         if known:
             return self._requests.reach(self._slots, self._epochs, np.tile(usual, (known, 1)))
         return np.cumprod(usual)[None]
@@ -197,6 +218,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         A change wastes drafts or a step without any, so a change soon after another must gain more, unless `is_free`.
         """
         is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY
+        self._leaves_out = self._may_leave_out and self._is_worth_leaving_out(num_decoding)
         speeds = {length: self.tokens_per_second(num_decoding, length) for length in self.lengths}
 
         def is_worth(length: int) -> bool:
@@ -208,6 +230,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if best != self._current:
             self._current = best
             self._num_steps_since_change = 0
+
+    def _is_worth_leaving_out(self, num_decoding: int) -> bool:
+        """True if the choice of drafts pays for itself."""
+        with_all, with_some = (
+            max(self._speed(num_decoding, length, leaves_out=leaves_out) for length in self.lengths)
+            for leaves_out in (False, True)
+        )
+        return with_some / with_all - 1 > (_GAIN_TO_STOP if self._leaves_out else _GAIN_TO_LEAVE_OUT)
 
     def _worth_probing(self, num_decoding: int) -> int | None:
         """A K without a recent measurement at this batch size that might beat the current one, or None."""
@@ -270,8 +300,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
 def _with_width(confidence: Array, width: int) -> Array:
     """[R, width]: an engine may make more drafts than the policy chooses from, or fewer."""
-    missing = max(0, width - confidence.shape[1])
-    return np.pad(confidence[:, :width], ((0, 0), (0, missing)), constant_values=np.nan)
+    missing = width - confidence.shape[1]
+    return np.pad(confidence, ((0, 0), (0, missing)), constant_values=np.nan) if missing > 0 else confidence[:, :width]
 
 
 def _num_tokens(step: StepObservation) -> int:

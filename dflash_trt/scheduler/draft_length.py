@@ -34,12 +34,15 @@ class StepObservation:
 class DraftLengthPolicy(Protocol):
     """Chooses K before a step and observes the step afterwards.
 
-    `lengths` are all K that it may choose, for which a GPU prepares when an engine is opened. One whose `limit` may
-    leave out drafts has a budget.
+    `lengths` are all K that it may choose, for which a GPU prepares when an engine is opened.
     """
 
-    has_budget: bool = False
     lengths: tuple[int, ...]
+
+    @property
+    def has_budget(self) -> bool:
+        """True if `limit` may leave out drafts of the next step, or wants to know them."""
+        return False
 
     def choose(self, num_decoding: int) -> int:
         """K for a step with `num_decoding` requests that decode; never negative."""

@@ -106,7 +106,8 @@ class StepPlanner:
         decoding = self._decoding() if last is None else last.rows.slot_ids
         num_draft_tokens = min(self._policy.choose(len(decoding) or self._num_starting), self._limits.max_draft_len)
         ngram_drafts = {} if self._ngrams is None else self._ngrams.propose(decoding, num_draft_tokens)
-        if last is not None and last.rows.num_draft_tokens == num_draft_tokens and not ngram_drafts:
+        has_budget = num_draft_tokens > 0 and self._policy.has_budget
+        if last is not None and last.rows.num_draft_tokens == num_draft_tokens and not ngram_drafts and not has_budget:
             step = self._repeated(last)
             if step is not None:
                 return step

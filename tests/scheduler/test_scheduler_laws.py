@@ -28,6 +28,8 @@ HOW_TO_LEAVE = st.sampled_from(["not at all", "cancel", "preempt", "preempt and 
 class AnyK(DraftLengthPolicy):
     """A draft length policy that the test turns. With a budget, a row in turn verifies one draft more than the last."""
 
+    has_budget = False
+
     def __init__(self) -> None:
         self.num_draft_tokens = 0
 
