@@ -4,8 +4,10 @@ A place is a row of bytes, in the order of `StepState.paged` or `StepState.slots
 A page's place has the page of every page group, so it is all that a prefix of as many tokens needs, with snapshots.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from itertools import accumulate
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,13 +34,18 @@ class HostMemory:
         is_page_locked: bool = False,
     ) -> None:
         """`paged` are tensors with their page groups; snapshot i is slot `first_slot + i`."""
-        groups, tensors = zip(*paged, strict=True) if num_pages else ((), ())
-        self._parts: dict[int, Parts] = {}
-        for group, part in zip(groups, _parts(tensors, num_pages, is_page_locked=is_page_locked), strict=True):
-            self._parts.setdefault(group, []).append(part)
-        if num_snapshots:
-            self._parts[SNAPSHOTS] = list(_parts(slots, num_snapshots, is_page_locked=is_page_locked))
+        self._parts: dict[int, Parts] = {}  # a group without layers has none
         self._first_slot = first_slot
+        states = list(paged) if num_pages else []
+        pages = _places_of([tensor for _, tensor in states], num_pages)
+        snapshots = _places_of(slots if num_snapshots else (), num_snapshots)
+        for (group, tensor), part in zip(states, _parts(pages, [tensor for _, tensor in states]), strict=True):
+            self._parts.setdefault(group, []).append((_bytes_of(tensor), part))
+        for tensor, part in zip(slots if num_snapshots else (), _parts(snapshots, slots), strict=False):
+            self._parts.setdefault(SNAPSHOTS, []).append((_bytes_of(tensor), part))
+        if is_page_locked:
+            for places in (pages, snapshots):
+                _lock_pages(places, while_alive=self)
 
     def copy(self, copies: PageCopies) -> None:
         """In order, and before anything that is submitted later."""
@@ -48,18 +55,36 @@ class HostMemory:
     def _copy(self, run: CopyRun, rows: Array) -> None:
         """Copies of a run; `rows` are its rows of the device's tensors."""
         for row, place in zip(rows.tolist(), run.host_ids.tolist(), strict=True):
-            for on_device, places in self._parts[run.group]:
+            for on_device, places in self._parts.get(run.group, ()):
                 read, written = (places[place], on_device[row]) if run.is_onboard else (on_device[row], places[place])
                 written.copy_(read, non_blocking=True)
 
 
-def _parts(tensors: Sequence[Tensor], num_places: int, *, is_page_locked: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of each tensor, with its part of new places."""
-    sizes = [tensor[0].nbytes for tensor in tensors]
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-    # Memory that is never written to costs nothing, unless it is page-locked.
-    places = torch.empty((num_places, ends[-1]), dtype=torch.uint8, pin_memory=is_page_locked)
-    for tensor, start, size in zip(tensors, ends[:-1], sizes, strict=True):
-        yield tensor.view(len(tensor), -1).view(torch.uint8), places[:, start : start + size]
+def _ends(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the part of each tensor's row ends in a place; the next one begins there."""
+    return list(accumulate(-(-tensor[0].nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
+
+
+def _places_of(tensors: Sequence[Tensor], num_places: int) -> Tensor:  # uint8 [places, bytes]
+    """Memory that is never written to costs nothing, unless it is page-locked."""
+    return torch.empty((num_places, max(_ends(tensors), default=0)), dtype=torch.uint8)
+
+
+def _parts(places: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The part of each tensor."""
+    for tensor, start in zip(tensors, [0, *_ends(tensors)], strict=False):
+        yield places[:, start : start + tensor[0].nbytes]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:  # uint8 [rows, bytes], the same memory
+    return tensor.view(len(tensor), -1).view(torch.uint8)
+
+
+def _lock_pages(places: Tensor, *, while_alive: object) -> None:
+    """Page-lock as much as there is: PyTorch's own allocator rounds up to a power of two."""
+    if not places.nbytes:
+        return
+    make_cudart: Any = torch.cuda.cudart  # untyped in PyTorch
+    cudart = make_cudart()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(places.data_ptr(), places.nbytes, 0)))
+    weakref.finalize(while_alive, lambda places: cudart.cudaHostUnregister(places.data_ptr()), places)

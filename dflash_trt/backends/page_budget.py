@@ -158,20 +158,21 @@ def plan_engine_pages(
         budget_bytes=budget_bytes,
         num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
         steps=step_sizes(build, has_drafter=config.use_drafter) if has_groups else None,
-        host_bytes=_host_bytes(config, num_ranks),
+        host_bytes=_host_bytes(config, num_ranks, kv_bytes=budget_bytes if free_bytes is None else 0),
     )
 
 
-def _host_bytes(config: RuntimeConfig, num_ranks: int) -> int:
-    """Of each rank. Raises CapacityError."""
-    wanted, available = config.host_cache_bytes or 0, available_memory_bytes() if config.host_cache_bytes else 0
-    if wanted * num_ranks > available:
-        ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+def _host_bytes(config: RuntimeConfig, num_ranks: int, *, kv_bytes: int) -> int:
+    """Of each rank, beside `kv_bytes` of the host that its pages may take. Raises CapacityError."""
+    wanted = config.host_cache_bytes or 0
+    if wanted and wanted + kv_bytes > (most := available_memory_bytes() // num_ranks):
+        beside = f" beside {kv_bytes} of K/V pages" if kv_bytes else ""
+        ranks = ", a rank's share" if num_ranks > 1 else ""
         raise CapacityError.about(
             "host_cache_bytes",
-            expected=f"at most the {available} bytes of host memory that are free",
-            found=f"{wanted}{ranks}",
-            hint="Give the prefix cache less of it.",
+            expected=f"at most {max(0, most - kv_bytes)} bytes, which are free{beside}{ranks}",
+            found=str(wanted),
+            hint="Give less to cached prefixes, or to K/V pages of a CPU.",
         )
     return wanted
 
@@ -198,7 +199,7 @@ def plan_pages(
     their own. `host_bytes` are for prefixes that leave the device; snapshots take at most SNAPSHOT_FRACTION of
     them, too.
 
-    Raises CapacityError when the budget does not hold one sequence of max_seq_len, or `host_bytes` no page.
+    Raises CapacityError when the budget does not hold one sequence of max_seq_len, or `host_bytes` no prefix.
     """
     needs = PageNeeds(
         states=states, page_size=page_size, max_batch_size=max_batch_size, max_seq_len=max_seq_len, steps=steps
@@ -237,22 +238,32 @@ def plan_pages(
         page_windows=needs.page_windows(num_windows),
         window_bytes_per_token=needs.window_bytes_per_token,
         num_windows=num_windows,
-        **_host_places(states, page_size, host_bytes, has_snapshots=num_snapshots > 0),
+        **(_host_places(states, page_size, host_bytes, num_snapshots=num_snapshots) if host_bytes else {}),
     )
 
 
-def _host_places(states: EngineStates, page_size: int, host_bytes: int, *, has_snapshots: bool) -> dict[str, int]:
-    """Fields of PagePlan."""
-    if not host_bytes:
-        return {}
-    num_snapshots = int(host_bytes * SNAPSHOT_FRACTION) // states.bytes_per_slot if has_snapshots else 0
+def _host_places(states: EngineStates, page_size: int, host_bytes: int, *, num_snapshots: int) -> dict[str, int]:
+    """Fields of PagePlan. Raises CapacityError: see `plan_pages`."""
     page_bytes = page_size * states.bytes_per_token
+    least = page_bytes, "a page"
+    if states.is_recurrent:
+        if not num_snapshots:
+            raise CapacityError.about(
+                "host_cache_bytes",
+                expected="K/V memory with room for snapshots, without which no prefix is cached",
+                found="none for any",
+                hint="Give more K/V memory, or leave it out.",
+            )
+        least = max(least, (int(states.bytes_per_slot / SNAPSHOT_FRACTION), "a snapshot in a quarter of it"))
+        num_snapshots = int(host_bytes * SNAPSHOT_FRACTION) // states.bytes_per_slot
+    else:
+        num_snapshots = 0
     num_pages = (host_bytes - num_snapshots * states.bytes_per_slot) // page_bytes
-    if not num_pages:
+    if not num_pages or host_bytes < least[0]:
         raise CapacityError.about(
             "host_cache_bytes",
-            expected=f"room for at least one page ({page_bytes} bytes)",
-            found=f"{host_bytes} bytes",
+            expected=f"at least {least[0]}, for {least[1]}",
+            found=str(host_bytes),
             hint="Give it more, or leave it out.",
         )
     used_bytes = num_pages * page_bytes + num_snapshots * states.bytes_per_slot

@@ -252,7 +252,7 @@ class StepPlan:
     def part(self, part: slice) -> StepPlan:
         """The plan of some rows, of a step that failed. Applying the updates again changes nothing.
 
-        The step has made its page copies, and may have written to the pages since.
+        The step has made its page copies, or it raised PageCopyError; it may have written to the pages since.
         """
         first, last = self.rows.token_offsets[[part.start, part.stop]].tolist()
         masks = self.masks and self.masks.part(part, width=self.rows.num_draft_tokens + 1)
@@ -308,8 +308,8 @@ class StepHandle(Protocol):
 class StepExecutor(Protocol):
     """Runs steps on a device, in the order in which they are submitted.
 
-    A step that raises has stored nothing to its slots. With `can_retry`, it may be submitted again, in parts too;
-    otherwise the executor runs nothing any more.
+    A step that raises has stored nothing to its slots. With `can_retry`, it may be submitted again, in parts too,
+    unless it raised PageCopyError; otherwise the executor runs nothing any more.
     """
 
     @property
@@ -328,6 +328,10 @@ class StepExecutor(Protocol):
 
 class StepSkippedError(Exception):
     """A step did not run because a step before it failed. Internal to the engine."""
+
+
+class PageCopyError(Exception):
+    """Copies of a step were not made: pages and places hold something else than the scheduler believes."""
 
 
 class FinishedStep:

@@ -23,6 +23,11 @@ class _Places:
         self.free = list(range(num_places - 1, -1, -1))
         self.nodes: OrderedDict[int, PrefixNode] = OrderedDict()  # least recently used first; without the pinned ones
 
+    def touch(self, place: int) -> None:
+        """It was used now."""
+        if place in self.nodes:
+            self.nodes.move_to_end(place)
+
     def check_integrity(self, owned: Iterable[int]) -> None:
         assert sorted(owned) == sorted(self.nodes), "the tree has other places than the host's tier"
         assert sorted([*self.free, *self.nodes]) == list(range(self.num_places)), "a place has two owners, or none"
@@ -54,25 +59,27 @@ class HostTier:
 
     def offload(self, node: PrefixNode, group: int, page_id: int) -> None:
         """Keep a node's page of a group, which leaves the device, if there is a place for it."""
-        if node.is_on_host(group) or not self.num_pages:
-            return
-        if node.host_id is None and not self._give_place(node):
+        if not self.num_pages or (node.host_id is None and not self._give_place(node)):
             return
         assert node.host_id is not None
+        self._pages.touch(node.host_id)
+        if node.is_on_host(group):
+            return
         node.host_groups |= 1 << group
         self._copies.append((False, group, page_id, node.host_id))
-        self.num_offloaded_pages += 1
 
     def onboard(self, node: PrefixNode, group: int, page_id: int) -> None:
         """Fill a page on the device from the host's, which stays."""
         assert node.host_id is not None and node.is_on_host(group)
         self._copies.append((True, group, page_id, node.host_id))
-        self.num_onboarded_pages += 1
 
     def offload_snapshot(self, node: PrefixNode, snapshot_id: int) -> None:
         """Keep a node's snapshot, if there is a place for it."""
         places = self._snapshots
-        if node.host_snapshot_id is not None or not (places.free or places.nodes):
+        if node.host_snapshot_id is not None:
+            places.touch(node.host_snapshot_id)
+            return
+        if not (places.free or places.nodes):
             return
         if not places.free:
             self._drop_snapshot(next(iter(places.nodes.values())))
@@ -90,12 +97,15 @@ class HostTier:
             return NO_PAGE_COPIES
         copies, self._copies = self._copies, []
         is_onboard, groups, ids, host_ids = np.array(copies, np.int64).T
-        return PageCopies(is_onboard=is_onboard.astype(bool), groups=groups, ids=ids, host_ids=host_ids)
+        taken = PageCopies(is_onboard=is_onboard.astype(bool), groups=groups, ids=ids, host_ids=host_ids)
+        self._count(taken, 1)
+        return taken
 
     def take_back(self, copies: PageCopies) -> None:
         """Those of a step that did not run."""
         columns = (copies.is_onboard, copies.groups, copies.ids, copies.host_ids)
         self._copies[:0] = zip(*(column.tolist() for column in columns), strict=True)
+        self._count(copies, -1)
 
     # Places
 
@@ -111,8 +121,10 @@ class HostTier:
             for node in reversed(path):
                 if node.host_id is not None:
                     self._pages.nodes[node.host_id] = node
+                    self._pages.touch(node.host_id)
                 if node.host_snapshot_id is not None:
                     self._snapshots.nodes[node.host_snapshot_id] = node
+                    self._snapshots.touch(node.host_snapshot_id)
 
     def forget(self, node: PrefixNode) -> None:
         """Forget a node that is nowhere else, and its continuations."""
@@ -137,6 +149,11 @@ class HostTier:
         assert all((node.host_id is None) == (node.host_groups == 0) for node in nodes), "a place without pages"
 
     # Inside
+
+    def _count(self, copies: PageCopies, sign: int) -> None:
+        is_page = copies.groups != SNAPSHOTS
+        self.num_onboarded_pages += sign * int((is_page & copies.is_onboard).sum())
+        self.num_offloaded_pages += sign * int((is_page & ~copies.is_onboard).sum())
 
     def _give_place(self, node: PrefixNode) -> bool:
         """Give a node a place, that of the least recently used one if none is free; False if all are pinned."""

@@ -356,7 +356,7 @@ def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObser
         epochs=committed.step.planned.epochs[~is_prompt],
         num_candidates=committed.num_candidates[~is_prompt],
         num_accepted=committed.num_accepted[~is_prompt],
-        elapsed_s=elapsed_s,
+        elapsed_s=None if len(plan.page_copies) else elapsed_s,  # the time of copies says nothing of K
     )
 
 

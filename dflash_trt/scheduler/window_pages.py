@@ -23,7 +23,7 @@ class WindowPages:
         self._page_size = page_size
         self._pool = PagePool(window.num_pages)
         self._nodes: dict[int, PrefixNode] = {}  # by page id
-        self._idle: OrderedDict[int, None] = OrderedDict()  # page ids, least recently used first
+        self._idle: OrderedDict[int, bool] = OrderedDict()  # page ids, least recently used first; True: may come back
 
     @property
     def num_pages(self) -> int:
@@ -55,10 +55,10 @@ class WindowPages:
         return self._pool.allocate(count)
 
     def release(self, page_ids: Sequence[int], *, are_next: bool = False) -> None:
-        """Release a request's pages; cached ones become idle, and the next to be evicted if `are_next`."""
+        """Release a request's pages; cached ones become idle, and with `are_next` the next to be evicted, for good."""
         for page_id in page_ids:
             if self._pool.release(page_id) == 1 and page_id in self._nodes:
-                self._idle[page_id] = None
+                self._idle[page_id] = not are_next
                 if are_next:
                     self._idle.move_to_end(page_id, last=False)
 
@@ -109,9 +109,10 @@ class WindowPages:
         if page_id is None:
             return
         assert page_id in self._idle, f"page {page_id} is evicted while a request reads it"
-        self._host.offload(node, self._group, page_id)
+        if self._idle.pop(page_id):
+            self._host.offload(node, self._group, page_id)
         node.window_pages[self._index] = None
-        del self._idle[page_id], self._nodes[page_id]
+        del self._nodes[page_id]
         self._pool.release(page_id)
 
     def cached_page_ids(self) -> list[int]:

@@ -130,4 +130,7 @@ def _check_once_decided(
         for name in names
         if getattr(config, name) != type(config).model_fields[name].default
     ]
+    if config.host_cache_bytes is not None and scheduler_config and not scheduler_config.enable_prefix_caching:
+        expected, found = "a scheduler_config that caches prefixes", "enable_prefix_caching=False in it"
+        problems.append(problem("host_cache_bytes", expected=expected, found=found, hint="Drop one."))
     raise_all(ConfigError, "settings", problems)

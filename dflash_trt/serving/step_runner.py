@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_trt.core.request import TokenEvent
-from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepPlan, StepResult
+from dflash_trt.core.step_plan import PageCopyError, StepExecutor, StepHandle, StepPlan, StepResult
 from dflash_trt.executor.bisection import run_with_bisection
 from dflash_trt.executor.stream import StepStream
 from dflash_trt.scheduler.planner import PlannedStep
@@ -171,7 +171,8 @@ class StepRunner:
 
     def _recover(self, step: PlannedStep, error: Exception) -> None:
         """Run a step that failed again in parts, and fail the requests that cannot be computed."""
-        parts = run_with_bisection(self._device, step.plan, error) if self._device.can_retry else None
+        can_retry = self._device.can_retry and not isinstance(error, PageCopyError)
+        parts = run_with_bisection(self._device, step.plan, error) if can_retry else None
         if parts is None or not self._device.can_retry:
             raise DeviceLostError(f"{type(error).__name__}: {error}") from error
         if self._stream is not None:

@@ -81,7 +81,9 @@ REPORTS = [
     "--json",
     "--autoregressive",
 ]
-RUNTIME_CASES = runtime_cases("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
+RUNTIME_CASES = runtime_cases(
+    "use_drafter", "enable_prefix_caching", "num_state_snapshots", "host_cache_bytes", "max_queue_len", "seed"
+)
 
 
 def test_every_option_of_the_load_reaches_it(rows, sweep, invoke) -> None:

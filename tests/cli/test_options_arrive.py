@@ -264,6 +264,7 @@ LOAD_ARGUMENTS = {"concurrencies": (2, 3), "max_new_tokens": 9, "requests_per_cl
 DECIDED = (
     "enable_prefix_caching",
     "num_state_snapshots",
+    "host_cache_bytes",
     "max_queue_len",
     "seed",
     "use_drafter",

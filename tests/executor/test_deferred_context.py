@@ -13,6 +13,7 @@ from dflash_trt.backends.torch import deferred_context
 from dflash_trt.backends.torch.deferred_context import DeferredContext
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
+from dflash_trt.core.step_plan import PageCopies
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
@@ -47,9 +48,11 @@ class Script(BatchSizeDraftLength):
         return self._script.pop(0) if len(self._script) > 1 else self._script[0]
 
 
-def executor_of(pair: tuple[Path, Path], *, num_blocks: int | None, has_kernels: bool = True) -> TorchExecutor:
+def executor_of(
+    pair: tuple[Path, Path], *, num_blocks: int | None, has_kernels: bool = True, **sizes: Any
+) -> TorchExecutor:
     """With that many blocks; None observes at once."""
-    executor = make_executor(*pair, has_kernels=has_kernels)
+    executor = make_executor(*pair, has_kernels=has_kernels, **sizes)
     drafter = executor.network.drafter
     assert isinstance(drafter, DFlashDrafter)
     executor._context = None
@@ -135,6 +138,50 @@ def test_a_page_with_another_owner_keeps_none_of_the_first_ones_taps(
         for blocks in (100, None)
     )
     assert accepted(found) == accepted(expected)
+
+
+TIGHT = {"max_seq_len": 64, "max_batch_size": 2, "num_sequences": 1}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=list(SCRIPTS))
+def test_pages_leave_with_their_context_and_come_back_with_it(pair: tuple[Path, Path], script: list[int]) -> None:
+    """To host memory, while pages hold one request."""
+    prompts = [[*prompt, talk] for talk in range(3) for prompt in OTHERS] * 2
+    found, expected = (
+        outputs_of(executor, Script(script), together=False, prompts=prompts)
+        for executor in (
+            executor_of(pair, num_blocks=12, **TIGHT, host_bytes=1 << 20),
+            executor_of(pair, num_blocks=None, **TIGHT | {"num_sequences": 12}),
+        )
+    )
+    hits = [[output.statistics.num_prefix_hit_tokens for output in outputs] for outputs in (found, expected)]
+    assert hits[0] == hits[1] and sum(hits[0]) > 0
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert accepted(found) == accepted(expected)
+
+
+def refuse(copies: PageCopies) -> None:
+    raise MemoryError("none left")
+
+
+def test_copies_that_are_not_made_lose_the_device(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed on pages whose content nobody knows."""
+    executor = executor_of(pair, num_blocks=12, **TIGHT, host_bytes=1 << 20)
+    loop = EngineLoop(executor, Scheduler(executor.limits))
+    reasons = []
+    for number, prompt in enumerate(OTHERS * 2):
+        if number == 2:
+            monkeypatch.setattr(executor._host_memory, "copy", refuse)
+        sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        request = Request(request_id=str(number), prompt_token_ids=(*prompt, number), sampling=sampling)
+        stream = loop.submit(request)
+        while loop.step():
+            pass
+        reasons.append((stream.result(timeout_s=1).finish_reason, loop.failure is not None))
+        if loop.failure is not None:
+            break
+    assert reasons == [("length", False)] * 2 + [("error", True)]
+    assert "PageCopyError: MemoryError: none left" in str(loop.failure)
 
 
 def test_a_step_without_drafts_computes_no_context(pair: tuple[Path, Path]) -> None:

@@ -189,17 +189,36 @@ def test_a_plan_takes_half_of_the_free_memory_unless_another_fraction_is_given(
 def test_prefixes_that_leave_have_places_in_host_memory_beside_the_pages(
     manifest: EngineManifest, host_bytes: int
 ) -> None:
-    without = plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB))
+    kv = {"kv_cache_bytes": 1 << 25}
+    without = plan_engine_pages(manifest, RuntimeConfig(**kv))
     page_bytes = without.page_size * without.bytes_per_token
-    found = plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=5 * page_bytes + 1))
+    found = plan_engine_pages(manifest, RuntimeConfig(**kv, host_cache_bytes=5 * page_bytes + 1))
     assert (found.num_host_pages, found.num_host_snapshots, found.host_bytes) == (5, 0, 5 * page_bytes)
     assert found.num_pages == without.num_pages and without.num_host_pages == 0
     assert f"; 5 pages of prefixes in {5 * page_bytes / 2**20:.1f} MiB of host memory" in str(found)
     assert "host memory" not in str(without)
-    with pytest.raises(CapacityError, match=f"at least one page .{page_bytes} bytes., found {page_bytes - 1} bytes"):
-        plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=page_bytes - 1))
-    with pytest.raises(CapacityError, match=f"at most the {host_bytes} bytes .* free, found {host_bytes + 1}"):
-        plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB, host_cache_bytes=host_bytes + 1))
+    with pytest.raises(CapacityError, match=f"at least {page_bytes}, for a page, found {page_bytes - 1}"):
+        plan_engine_pages(manifest, RuntimeConfig(**kv, host_cache_bytes=page_bytes - 1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_host_s_tier_fits_beside_the_pages_of_a_cpu_and_alone_beside_a_gpu(
+    manifest: EngineManifest, host_bytes: int, num_ranks: int
+) -> None:
+    mapping = Mapping(world_size=num_ranks, tp_size=num_ranks)
+    model = manifest.pretrained_config.model_copy(update={"mapping": mapping})
+    engine = manifest.model_copy(update={"pretrained_config": model})
+    share = host_bytes // num_ranks
+    for options, kv_bytes, most in (
+        ({"kv_cache_bytes": 1 << 25}, 1 << 25, share - (1 << 25)),
+        ({}, share // 2, share // 2),  # half of what is free
+        ({"free_bytes": lambda: 1 << 26}, 0, share),
+    ):
+        device = {name: options.pop(name) for name in [*options] if name == "free_bytes"}
+        assert plan_engine_pages(engine, RuntimeConfig(**options, host_cache_bytes=most), **device).num_host_pages
+        beside = f" beside {kv_bytes} of K/V pages" if kv_bytes else ""
+        with pytest.raises(CapacityError, match=f"at most {most} bytes, which are free{beside}.*, found {most + 1}"):
+            plan_engine_pages(engine, RuntimeConfig(**options, host_cache_bytes=most + 1), **device)
 
 
 def test_snapshots_take_at_most_a_quarter_of_the_host_s_part() -> None:
@@ -211,7 +230,15 @@ def test_snapshots_take_at_most_a_quarter_of_the_host_s_part() -> None:
     assert found.num_host_snapshots == num_snapshots > 2
     assert found.num_host_pages == (host_bytes - num_snapshots * of_slot) // states.bytes_per_token
     assert f"and {num_snapshots} snapshots of prefixes" in str(found)
-    assert plan_pages(states, **sizes, num_snapshots=0, host_bytes=host_bytes).num_host_snapshots == 0
+    for num_snapshots, given, words in (
+        (0, host_bytes, "K/V memory with room for snapshots"),
+        (1, states.bytes_per_token - 1, f"at least {states.bytes_per_token}, for a page"),
+    ):
+        with pytest.raises(CapacityError, match=words):
+            plan_pages(states, **sizes, num_snapshots=num_snapshots, host_bytes=given)
+    small = EngineStates(target=(RECURRENT, replace(states.target[0], num_kv_heads=1, head_dim=1)))
+    with pytest.raises(CapacityError, match=f"at least {4 * of_slot}, for a snapshot in a quarter of it"):
+        plan_pages(small, **sizes, num_snapshots=1, host_bytes=4 * of_slot - 1)
 
 
 def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes: int) -> None:

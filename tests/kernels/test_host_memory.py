@@ -49,10 +49,16 @@ def random_copies(num_copies: int) -> PageCopies:
     return PageCopies(is_onboard=is_onboard, groups=groups, ids=ids, host_ids=host_ids)
 
 
+@pytest.mark.parametrize("is_windowed", [False, True])
 @pytest.mark.parametrize("kind", [HostMemory, PageLockedMemory])
-def test_any_copies_in_order_move_all_bytes_and_no_others(kind: type[HostMemory], device: torch.device) -> None:
+def test_any_copies_in_order_move_all_bytes_and_no_others(
+    kind: type[HostMemory], is_windowed: bool, device: torch.device
+) -> None:
+    """Where all layers have a window, the first page group has none."""
     pages, slots = make_state(device)
     expected_pages, expected_slots = make_state(torch.device("cpu"))
+    if is_windowed:
+        pages, expected_pages = pages[1:2], expected_pages[1:2]
     sizes = {"num_pages": NUM_PLACES, "num_snapshots": NUM_PLACES, "first_slot": FIRST_SLOT}
     memory = PageLockedMemory(pages, slots, device=device, **sizes) if kind is PageLockedMemory else None
     memory = memory or HostMemory(pages, slots, **sizes)

@@ -53,6 +53,8 @@ def test_conversations_that_the_device_cannot_hold_are_found_again(ahead: bool) 
     counts = driver.scheduler.statistics()
     assert counts.num_onboarded_pages >= 5 * 3 and counts.num_host_pages == 40
     assert counts.num_host_pages_kept_now <= counts.num_offloaded_pages <= 40
+    driver.scheduler.lose_device("gone")
+    assert driver.scheduler.statistics().num_offloaded_pages == counts.num_offloaded_pages, "none is copied any more"
 
 
 def test_without_a_tier_they_are_not() -> None:
@@ -88,6 +90,13 @@ def test_windows_come_back() -> None:
     for i, prompt in enumerate(PROMPTS):
         assert hits(driver, f"a{i}", prompt) == 0
     assert [hits(driver, f"b{i}", prompt) for i, prompt in enumerate(PROMPTS)] == [20] * 6
+
+
+def test_pages_that_an_answer_has_passed_take_no_place() -> None:
+    driver = make_driver(make_limits(num_host_pages=8, num_pages=40, page_windows=(PageWindow(6, 7),)))
+    driver.add(make_request("r", PROMPTS[0][:5], max_new_tokens=50))
+    driver.run()
+    assert driver.scheduler.statistics().num_offloaded_pages <= 1, "that of the prompt"
 
 
 def test_snapshots_come_back() -> None:
@@ -181,6 +190,18 @@ def test_a_path_that_comes_back_keeps_its_places_from_what_leaves_for_it() -> No
     assert [copy[:2] for copy in copies_of(store)] == [(True, 0), (True, 0)]
     assert store.match([5, 6, 7], salt="") == []
     store.check_integrity([held])
+
+
+def test_what_comes_back_and_leaves_again_was_used_after_what_left_meanwhile() -> None:
+    store = PageStore(2, PAGE_SIZE, num_host_pages=4)
+    first, second = evicted(store, [1, 2, 3, 4]), evicted(store, [5, 6, 7, 8])
+    with store.host.pinned(first):
+        held = store.retain(first)
+    store.release(held)
+    store.release(store.allocate(2))  # the first leaves again, and needs no copy
+    evicted(store, [9, 10])
+    assert [node.is_on_host(0) for node in first] == [True, True]
+    assert [node.is_on_host(0) for node in second] == [True, False], "its end goes first"
 
 
 def test_copies_of_a_step_that_did_not_run_come_first_in_the_next() -> None:

@@ -36,7 +36,9 @@ class PageLockedMemory(HostMemory):
             copies.copy(0, 0)
 
     def _copy(self, run: CopyRun, rows: Array) -> None:
-        copies = self._copies[run.group, run.is_onboard]
+        copies = self._copies.get((run.group, run.is_onboard))
+        if copies is None:  # a page group without layers
+            return
         for row, place in zip(rows.tolist(), run.host_ids.tolist(), strict=True):
             copies.copy(*((place, row) if run.is_onboard else (row, place)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -35,16 +35,27 @@ from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.snapshots import SlotSnapshots
-from dflash_trt.core.batch import StepBatch
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import FinishedStep, PageCopies, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import FinishedStep, PageCopies, PageCopyError, StepPlan, StepResult, TokenMasks
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
+
+
+# For ops that are given other rows.
+_ANY_BATCH: Final = StepBatch(
+    requests=(
+        ScheduledRequest(
+            request_id="", token_ids=(0,), context_len=0, num_candidates=0, page_ids=(0,), sampling=StepSampling()
+        ),
+    ),
+    num_draft_tokens=0,
+)
 
 
 class TorchExecutor:
@@ -178,11 +189,14 @@ class TorchExecutor:
         return result if reader is None else reader.added_to(result)
 
     def _copy_pages(self, copies: PageCopies) -> None:
-        if len(copies):
+        if not len(copies):
+            return
+        try:
             if self._context is not None:
-                no_rows = step_inputs(StepBatch(requests=(), num_draft_tokens=0))
-                self._context.before_copies(self._ops(no_rows, num_draft_tokens=0), copies, self._state)
+                self._context.before_copies(self._ops(step_inputs(_ANY_BATCH), num_draft_tokens=0), copies, self._state)
             self._host_memory.copy(copies)
+        except Exception as error:
+            raise PageCopyError(f"{type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
