@@ -21,7 +21,7 @@ NUM_NEW = 9
 
 
 def turns(
-    executor: AnyExecutor, talks: Sequence[list[int]] = TALKS
+    executor: AnyExecutor, talks: Sequence[list[int]] = TALKS, *, num_new: int = NUM_NEW
 ) -> tuple[list[GenerationOutput], SchedulerStatistics]:
     """Every talk in turn, one at a time, and again with its answer and one more token."""
     scheduler = Scheduler(executor.limits)
@@ -30,7 +30,7 @@ def turns(
     for _ in range(2):
         for index, prompt in enumerate(prompts):
             given: dict[str, Any] = {"temperature": 0.8, "seed": index} if index % 2 else {}
-            sampling = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=True, **given)
+            sampling = SamplingParams(max_new_tokens=num_new, ignore_eos=True, logprobs=True, **given)
             request = Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling)
             stream = loop.submit(request)
             while loop.step():
