@@ -109,10 +109,10 @@ def main() -> None:
         side.llm.close()
     sides = {
         name: Side(options.engine, num_tokens=held, num_host_tokens=num_host_tokens)
-        for name, num_host_tokens in (("none", 0), ("tier", everything))
+        for name, num_host_tokens in (("none", 0), ("tier", held))
     }
     for side in sides.values():
-        for prompt in prompts[: 2 * options.held]:  # fill the pages, so that each further one evicts another
+        for prompt in prompts:  # each further one evicts another, to a place that was written to before
             side.answer(prompt)
     print("\n" + without_hits(sides, known, options.rounds))
 

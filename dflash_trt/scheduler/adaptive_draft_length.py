@@ -168,14 +168,16 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float:
         """Estimated throughput of all requests with this K; tokens per row before the first measured step."""
-        return self._speed(num_decoding, num_draft_tokens, leaves_out=self._leaves_out)
+        if self._leaves_out:
+            return self._budget(num_decoding, num_draft_tokens, self._usual_reach()).tokens_per_second
+        # What confidences are worth is learned now and then only, while all drafts are verified.
+        reach = np.cumprod(self._usual_rates())[None] if len(self._recent) else self._usual_reach()
+        return self._speed_of_all(num_decoding, num_draft_tokens, reach)
 
-    def _speed(self, num_decoding: int, num_draft_tokens: int, *, leaves_out: bool) -> float:
-        reach = self._usual_reach()
-        if leaves_out:
-            return self._budget(num_decoding, num_draft_tokens, reach).tokens_per_second
-        num_tokens = len(reach) + float(reach[:, :num_draft_tokens].sum())
-        return num_tokens / len(reach) * num_decoding / self._costs.estimate(num_decoding, num_draft_tokens)
+    def _speed_of_all(self, num_decoding: int, num_draft_tokens: int, reach: Array) -> float:
+        """Estimated throughput if all drafts are verified, of requests of which these are some: `reach` [any, any]."""
+        num_tokens = 1 + float(reach[:, :num_draft_tokens].sum()) / len(reach)
+        return num_decoding * num_tokens / self._costs.estimate(num_decoding, num_draft_tokens)
 
     def _budget(self, num_decoding: int, num_draft_tokens: int, reach: Array) -> VerifyBudget:
         """Of a step with this K: what to verify of `reach` [any, any], of that many steps' requests together."""
@@ -233,10 +235,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def _is_worth_leaving_out(self, num_decoding: int) -> bool:
         """True if the choice of drafts pays for itself."""
-        with_all, with_some = (
-            max(self._speed(num_decoding, length, leaves_out=leaves_out) for length in self.lengths)
-            for leaves_out in (False, True)
-        )
+        reach = self._usual_reach()
+        with_all = max(self._speed_of_all(num_decoding, length, reach) for length in self.lengths)
+        with_some = max(self._budget(num_decoding, length, reach).tokens_per_second for length in self.lengths)
         return with_some / with_all - 1 > (_GAIN_TO_STOP if self._leaves_out else _GAIN_TO_LEAVE_OUT)
 
     def _worth_probing(self, num_decoding: int) -> int | None:
