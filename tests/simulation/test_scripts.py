@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.cli.main import cli
-from scripts import cold_start, simulation_check
+from scripts import cold_start, host_tier, simulation_check
 from tests.plan.test_machine_file import MACHINE
 
 PROMPTS = "dflash_trt/demo/prompts.jsonl"
@@ -41,6 +41,17 @@ def test_cold_starts_are_compared_at_each_number_of_requests(
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split("|")[1].strip() for row in rows] == ["1", "2"]
     assert all(row.count("|") == title.count("|") for row in rows)
+
+
+def test_conversations_come_back_from_host_memory_as_if_they_had_stayed(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--conversations", 12, "--turns", 2, "--held", 7, "--rounds", 1]
+    run(host_tier.main, [engine, PROMPTS, *options], monkeypatch)
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
+    hits, accepted = [int(row[3].strip(" %")) for row in rows], [row[5] for row in rows]
+    assert hits[::2] == [0, 0, 0] and hits[1] < 30 < hits[3] == hits[5]
+    assert accepted == accepted[:2] * 3
 
 
 @pytest.mark.parametrize(
