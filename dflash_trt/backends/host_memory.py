@@ -5,7 +5,7 @@ A page's place has the page of every page group, so it is all that a prefix of a
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.step_plan import SNAPSHOTS, CopyRun, PageCopies
+from dflash_trt.core.step_plan import SNAPSHOTS, CopyRun, ExecutorLimits, PageCopies
 
 ALIGNMENT: Final = 16  # bytes; what kernels copy at a time
 
@@ -25,23 +25,24 @@ class HostMemory:
 
     def __init__(
         self,
-        paged: Iterable[tuple[int, Tensor]],
-        slots: Sequence[Tensor] = (),
+        paged: Sequence[tuple[int, Tensor]],
+        limits: ExecutorLimits,
         *,
-        num_pages: int,
-        num_snapshots: int = 0,
-        first_slot: int = 0,
+        slots: Sequence[Tensor] = (),
         is_page_locked: bool = False,
     ) -> None:
-        """`paged` are tensors with their page groups; snapshot i is slot `first_slot + i`."""
+        """Places for what pages hold, [pages, ...] with its page group, and for `slots`, [slots, ...], of snapshots.
+
+        `limits` say how many. Snapshots are the slots behind those of requests and of padding.
+        """
         self._parts: dict[int, Parts] = {}  # a group without layers has none
-        self._first_slot = first_slot
-        states = list(paged) if num_pages else []
-        pages = _places_of([tensor for _, tensor in states], num_pages)
-        snapshots = _places_of(slots if num_snapshots else (), num_snapshots)
-        for (group, tensor), part in zip(states, _parts(pages, [tensor for _, tensor in states]), strict=True):
+        self._first_slot = limits.max_batch_size + 1
+        num_pages, num_snapshots = limits.num_host_pages, limits.num_host_snapshots
+        paged, slots = paged if num_pages else (), slots if num_snapshots else ()
+        pages, snapshots = _places_of([tensor for _, tensor in paged], num_pages), _places_of(slots, num_snapshots)
+        for (group, tensor), part in zip(paged, _parts(pages, [tensor for _, tensor in paged]), strict=True):
             self._parts.setdefault(group, []).append((_bytes_of(tensor), part))
-        for tensor, part in zip(slots if num_snapshots else (), _parts(snapshots, slots), strict=False):
+        for tensor, part in zip(slots, _parts(snapshots, slots), strict=True):
             self._parts.setdefault(SNAPSHOTS, []).append((_bytes_of(tensor), part))
         if is_page_locked:
             for places in (pages, snapshots):

@@ -14,6 +14,7 @@ from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, pla
 from dflash_trt.core.step_plan import SNAPSHOTS, PageCopies
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, make_executors
+from tests.scheduler.driver import make_limits
 
 NUM_PAGES, NUM_SLOTS, NUM_PLACES = 6, 5, 3
 FIRST_SLOT = 2
@@ -59,9 +60,12 @@ def test_any_copies_in_order_move_all_bytes_and_no_others(
     expected_pages, expected_slots = make_state(torch.device("cpu"))
     if is_windowed:
         pages, expected_pages = pages[1:2], expected_pages[1:2]
-    sizes = {"num_pages": NUM_PLACES, "num_snapshots": NUM_PLACES, "first_slot": FIRST_SLOT}
-    memory = PageLockedMemory(pages, slots, device=device, **sizes) if kind is PageLockedMemory else None
-    memory = memory or HostMemory(pages, slots, **sizes)
+    places = {"num_host_pages": NUM_PLACES, "num_host_snapshots": NUM_PLACES}
+    limits = make_limits(max_batch_size=FIRST_SLOT - 1, **places)
+    if kind is PageLockedMemory:
+        memory: HostMemory = PageLockedMemory(pages, limits, slots=slots, device=device)
+    else:
+        memory = HostMemory(pages, limits, slots=slots)
     copies, kept = random_copies(80), dict[tuple[int, int], list[Tensor]]()
     memory.copy(copies)
     for is_onboard, group, row, place in zip(

@@ -14,6 +14,7 @@ FOLDERS = ("dflash_trt/backends/cuda", "dflash_trt/kernels")
 ALLOWED = {
     "backends/cuda/executor.py:open": "warm-up compiles and captures, which the interpreter has no use for",
     "backends/cuda/executor.py:_new_stream": "the stream itself",
+    "backends/cuda/host_memory.py:__init__": "page-locked memory",
     "backends/cuda/linear.py:_has_fp8_gemm": "the capability of the GPU",
     "backends/cuda/nvfp4.py:has_fp4_gemm": "the capability of the GPU",
     "backends/cuda/step_launches.py:draft": "memory of a graph, which later captures reuse",

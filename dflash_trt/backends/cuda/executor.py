@@ -115,25 +115,16 @@ class TorchGpuExecutor:
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
         )
-        states = states_of(network, quantization)
         self._state = allocate_state(
-            states,
+            states_of(network, quantization),
             num_pages=page_plan.num_pages,
             page_size=page_plan.page_size,
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             device=device,
             page_windows=page_plan.page_windows,
         )
-        first_slot = max_batch_size + 1
-        self._snapshots = DeviceSnapshots(self._state, first_slot=first_slot)
-        self._host_memory = PageLockedMemory(
-            self._state.paged,
-            self._state.slots,
-            num_pages=page_plan.num_host_pages,
-            num_snapshots=page_plan.num_host_snapshots,
-            first_slot=first_slot,
-            device=device,
-        )
+        self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
+        self._host_memory = PageLockedMemory(self._state.paged, self.limits, slots=self._state.slots, device=device)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,

@@ -5,14 +5,14 @@ each layer, too many for a call of the driver each. The host's addresses are the
 addressing).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.host_memory import HostMemory, Parts
 from dflash_trt.core.array import Array
-from dflash_trt.core.step_plan import CopyRun
+from dflash_trt.core.step_plan import CopyRun, ExecutorLimits
 from dflash_trt.kernels.row_copies_launch import RowCopies
 
 
@@ -20,10 +20,14 @@ class PageLockedMemory(HostMemory):
     """Copies on the current stream."""
 
     def __init__(
-        self, paged: Iterable[tuple[int, Tensor]], slots: Sequence[Tensor] = (), *, device: torch.device, **sizes: int
+        self,
+        paged: Sequence[tuple[int, Tensor]],
+        limits: ExecutorLimits,
+        *,
+        slots: Sequence[Tensor] = (),
+        device: torch.device,
     ) -> None:
-        """`sizes` as of HostMemory."""
-        super().__init__(paged, slots, is_page_locked=device.type == "cuda", **sizes)
+        super().__init__(paged, limits, slots=slots, is_page_locked=device.type == "cuda")
         self._copies = {
             (group, is_onboard): _copies(parts, device, is_onboard=is_onboard)
             for group, parts in self._parts.items()

@@ -75,6 +75,11 @@ class EngineState:
         """By name of the state, [pages, ...]."""
         return {name: tensor for name, tensor in self._tensors.items() if self._kinds[name] != "slots"}
 
+    @property
+    def paged(self) -> list[tuple[int, Tensor]]:
+        """All that pages hold, with its page group."""
+        return [(self.group_of(name), pages) for name, pages in self.pages.items()]
+
     def group_of(self, name: str) -> int:
         """Index of the page group of a state."""
         return self._groups[name]

@@ -70,11 +70,7 @@ class TensorRTExecutor:
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
         )
-        self._host_memory = HostMemory(
-            [(self.state.group_of(name), pages) for name, pages in self.state.pages.items()],
-            num_pages=limits.num_host_pages,
-            is_page_locked=device.type == "cuda",
-        )
+        self._host_memory = HostMemory(self.state.paged, limits, is_page_locked=device.type == "cuda")
         self.graphs = GraphCache(capture)
         contexts.bind(self._buffers.tensors | self.state.tensors)
         if device.type == "cuda":

@@ -115,15 +115,8 @@ class TorchExecutor:
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             page_windows=page_plan.page_windows,
         )
-        first_slot = max_batch_size + 1
-        self._snapshots = SlotSnapshots(self._state, first_slot=first_slot)
-        self._host_memory = HostMemory(
-            self._state.paged,
-            self._state.slots,
-            num_pages=page_plan.num_host_pages,
-            num_snapshots=page_plan.num_host_snapshots,
-            first_slot=first_slot,
-        )
+        self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
+        self._host_memory = HostMemory(self._state.paged, self.limits, slots=self._state.slots)
         self._context = deferred_context(
             self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
         )
