@@ -120,7 +120,9 @@ def test_a_step_that_fails_is_run_in_parts_after_its_copies() -> None:
     driver = make_driver(make_limits(num_host_pages=40))
     for i, prompt in enumerate(PROMPTS):
         hits(driver, f"a{i}", prompt)
-    step = [driver.add(make_request(f"b{i}", PROMPTS[i])) for i in range(2)] and driver.scheduler.plan(0.0)
+    for i in range(2):
+        driver.add(make_request(f"b{i}", PROMPTS[i]))
+    step = driver.scheduler.plan(0.0)
     assert len(step.plan.page_copies) and step.plan.part(slice(0, 1)).page_copies is NO_PAGE_COPIES
     driver.scheduler.abandon()
     driver.run()
