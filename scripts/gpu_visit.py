@@ -53,10 +53,12 @@ def _supervise(options: argparse.Namespace) -> int:
     os.environ["PYTHONUNBUFFERED"] = "1"
     for part in options.part:
         print(f"== part {part}: {PARTS[part]}", flush=True)
-        command = [sys.executable, __file__, "--child", str(part), "--out", str(options.out), "--case", options.case]
+        command = [sys.executable, __file__, "--child", str(part), "--case", options.case]
         command += ["--dry-run"] if options.dry_run else []
-        deadline_s = time.monotonic() + options.max_seconds
-        supervisor.run_part(part, command, results, deadline_s=deadline_s)
+        num_jobs = options.jobs if part == 1 else 1  # tests alone may share the GPU
+        supervisor.run_part(
+            part, command, results, num_jobs=num_jobs, deadline_s=time.monotonic() + options.max_seconds
+        )
     results.write_tables()
     print((options.out / "results.md").read_text().split("\n## ")[0])
     return 1 if any(row["status"] != "ok" for row in results.cases().values() if row["status"] != "left out") else 0
@@ -76,7 +78,7 @@ def _run_child(part: int, options: argparse.Namespace) -> int:
     if part == 1:
         from gpu_visit_parts import native_tests
 
-        return native_tests.run(part, results, options.case)
+        return native_tests.run(part, results, options.case, share=options.share)
     return _run_cases(part, results, options)
 
 
@@ -146,6 +148,7 @@ def _parse() -> argparse.Namespace:
         help="skip what has a result in DIR (default: the directory of --out), whose results are taken over",
     )
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: run what failed again")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the tests of part 1")
     parser.add_argument("--max-seconds", type=float, default=540.0, help="of each part")
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name has a match")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
@@ -155,6 +158,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--fetch-wheels", action="store_true", help="fill --wheels by pip, and end")
     parser.add_argument("--python-version", default="3.12", help="of the machine that the wheels are for")
     parser.add_argument("--child", type=int, choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out, options.wheels = options.out.resolve(), options.wheels and options.wheels.resolve()
     if options.resume is None:

@@ -22,11 +22,14 @@ _LAST = "test_plugin_library.py"
 _DRY_RUN = ("test_norm_kernels.py", "test_argmax_kernels.py", "test_gpu_staging.py")
 
 
-def run(part: int, results: Results, pattern: str) -> int:
-    """The exit code of this process: 0 when every test has a result whose name matches the pattern."""
+def run(part: int, results: Results, pattern: str, *, share: Sequence[int] = (0, 1)) -> int:
+    """The exit code of this process: 0 when every test of its share has a result whose name matches the pattern.
+
+    A `share` is an index and the number of processes.
+    """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.chdir(ROOT)
-    recorder = _Recorder(part, results, pattern)
+    recorder = _Recorder(part, results, pattern, share)
     options = ["-q", "-W", "default", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--no-header"]
     code = pytest.main([*options, *_files()], plugins=[recorder])
     if recorder.is_broken:
@@ -45,14 +48,19 @@ def _files() -> list[str]:
 class _Recorder:
     """A pytest plugin: writes each result at once, skips what has one, and stops when the CUDA context is broken."""
 
-    def __init__(self, part: int, results: Results, pattern: str) -> None:
-        self._part, self._results, self._pattern = part, results, pattern
+    def __init__(self, part: int, results: Results, pattern: str, share: Sequence[int]) -> None:
+        self._part, self._results, self._pattern, self._share = part, results, pattern, share
         self.is_broken = False
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         has_started(self._part, self._results)
         done = self._results.done(self._part)
-        wanted = [item for item in items if item.nodeid not in done and re.search(self._pattern, item.nodeid)]
+        index, num_shares = self._share
+        matching = [item for item in items if re.search(self._pattern, item.nodeid)]
+        alone = [item for item in matching if item.path.name == _LAST]  # one process compiles what all of them use
+        shared = [item for item in matching if item.path.name != _LAST]
+        wanted = [*shared[index::num_shares], *(alone if index == 0 else [])]
+        wanted = [item for item in wanted if item.nodeid not in done]
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = wanted
 

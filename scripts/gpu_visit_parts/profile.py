@@ -14,39 +14,40 @@ from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import GraphCache, waits_raise
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import StepBatch, plan_of, run_batch
-from gpu_visit_parts.models import target_spec
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
-from gpu_visit_parts.steps import decode_batch, open_executor
+from gpu_visit_parts.steps import decode_batch, open_engine
 
 # Calls that make the host wait for the device. A step waits once, for the event after its results were copied.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaStreamWaitEvent")
 
 
+_RECIPES = ("qwen3-8b-fp8", "gpt-oss-120b-mxfp4", "qwen3-coder-30b-fp8")
+
+
 def cases(directory: Path) -> Iterator[Case]:
-    model, context = ("tiny", 20) if SETTING.is_dry_run else ("qwen3-8b", 1024)
-    for weights, num_requests in itertools.product(("bf16", "fp8"), (1,) if SETTING.is_dry_run else (4, 64)):
-        name, step = f"{weights}, {num_requests} requests", (model, weights, context, num_requests)
-        yield Case(name=f"{name}: enqueueing waits for nothing", run=partial(_hidden_waits, *step))
-        yield Case(name=f"{name}: profile", run=partial(_profile, *step, directory))
+    recipes, batch_sizes = (("demo",), (1,)) if SETTING.is_dry_run else (_RECIPES, (1, 4, 32))
+    for recipe, num_requests in itertools.product(recipes, batch_sizes):
+        name = f"{recipe}, {num_requests} requests"
+        yield Case(name=f"{name}: enqueueing waits for nothing", run=partial(_hidden_waits, recipe, num_requests))
+        yield Case(name=f"{name}: profile", run=partial(_profile, recipe, num_requests, directory))
 
 
 def _num_steps() -> int:
     return 1 if SETTING.is_dry_run else 4
 
 
-def _step(model: str, weights: str, context: int, num_requests: int) -> tuple[TorchGpuExecutor, StepBatch]:
-    target = target_spec(model)
-    executor = open_executor((model, weights, context, num_requests, False))
-    num_drafts = 1 if SETTING.is_dry_run else 7
-    batch = decode_batch(num_requests, num_drafts, context, vocab_size=target.vocab_size)
-    executor.warm_up([step_shape(plan_of(batch), executor.limits)])
+def _step(recipe: str, num_requests: int) -> tuple[TorchGpuExecutor, StepBatch]:
+    executor = open_engine((recipe, False)).executor
+    num_drafts, context = (1, 20) if SETTING.is_dry_run else (7, 1024)
+    batch = decode_batch(executor, num_requests, num_drafts, context)
+    executor.warm_up([step_shape(plan_of(batch, max_pages=executor.limits.max_pages), executor.limits)])
     return executor, batch
 
 
-def _hidden_waits(model: str, weights: str, context: int, num_requests: int) -> Tables:
+def _hidden_waits(recipe: str, num_requests: int) -> Tables:
     """PyTorch raises on every operation of its own that would wait for the device while a step is enqueued."""
-    executor, batch = _step(model, weights, context, num_requests)
+    executor, batch = _step(recipe, num_requests)
     graphs, executor.graphs = executor.graphs, GraphCache(None)  # launch by launch, not a replay
     try:
         executor.wait()
@@ -59,17 +60,17 @@ def _hidden_waits(model: str, weights: str, context: int, num_requests: int) -> 
     finally:
         executor.graphs = graphs
     return {
-        "waits of PyTorch while a step is enqueued": [{"weights": weights, "requests": num_requests, "found": "none"}]
+        "waits of PyTorch while a step is enqueued": [{"recipe": recipe, "requests": num_requests, "found": "none"}]
     }
 
 
-def _profile(model: str, weights: str, context: int, num_requests: int, directory: Path) -> Tables:
-    executor, batch = _step(model, weights, context, num_requests)
-    step = {"weights": weights, "requests": num_requests}
+def _profile(recipe: str, num_requests: int, directory: Path) -> Tables:
+    executor, batch = _step(recipe, num_requests)
+    step = {"recipe": recipe, "requests": num_requests}
     with torch.profiler.profile(activities=_activities()) as profiler:
         for _ in range(_num_steps()):
             run_batch(executor, batch)
-    profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}-{num_requests}.json.gz"))
+    profiler.export_chrome_trace(os.fspath(directory / f"trace-{recipe}-{num_requests}.json.gz"))
     events = profiler.events()
     on_host = (event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU)
     calls = collections.Counter(name for name in on_host if name.startswith("cu"))  # CUDA's runtime and driver

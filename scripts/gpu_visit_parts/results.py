@@ -4,6 +4,7 @@ Knows no measurement, and needs nothing but Python.
 """
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,19 @@ class Results:
         print(
             f"part {part}: {status}: {case}" + (f": {why.strip().splitlines()[-1]}" if why.strip() else ""), flush=True
         )
+
+    def share(self, index: int) -> "Results":
+        """Of one of several jobs, with what has a result here already."""
+        own = Results(Path(tempfile.mkdtemp(prefix=f"gpu-visit-share-{index}-")))
+        own._path.write_text(self._path.read_text() if self._path.exists() else "")
+        return own
+
+    def add_all(self, share: "Results") -> None:
+        """What a share has beyond what it began with."""
+        known = self.cases()
+        for key, row in share.cases().items():
+            if known.get(key) != row:
+                self._add(row)
 
     def write_tables(self) -> None:
         tables: Tables = {}

@@ -27,10 +27,16 @@ class Setting:
     vocab: int = 151936
     page_size: int = 32
     delta_net: GatedDelta = _QWEN3_5_27B
+    kv_cache_bytes: int | None = None  # of a recipe's engine; None: most of what is free
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
         return (self.heads, self.kv_heads, self.kv_heads)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the GPU that engines are made for."""
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
     def shrink(self) -> None:
         self.is_dry_run = True
@@ -38,6 +44,7 @@ class Setting:
         self.dtype = torch.float32  # the interpreter's bfloat16 is not to be trusted
         self.heads, self.kv_heads, self.head_dim, self.page_size = 2, 1, 16, 4
         self.hidden, self.ffn, self.vocab = 64, 96, 300
+        self.kv_cache_bytes = 1 << 26
         sizes = {"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 16, "value_head_dim": 16}
         self.delta_net = self.delta_net.model_copy(update=sizes)
 

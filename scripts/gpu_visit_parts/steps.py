@@ -1,116 +1,120 @@
-"""Time of a decode step, alone on the device and with the host around it, against its floor."""
+"""Time of a step of a recipe's engine, alone on the device and with the host around it, against its floor."""
 
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
+import numpy as np
 import torch
 
 from dflash_trt import SamplingParams
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.padding import step_shape, warm_shapes
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, WindowColumns, plan_of, run_batch
+from dflash_trt.core.page_windows import num_pages_for
 from dflash_trt.core.request import Request
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.network.state import RecurrentCache
+from dflash_trt.plan.computed_rows import ComputedRows
+from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
-from gpu_visit_parts.models import (
-    draft_spec,
-    kv_bytes,
-    linear_flops,
-    make_executor,
-    slot_bytes,
-    target_spec,
-    weight_bytes,
-)
+from gpu_visit_parts.models import recipe_engine
 from gpu_visit_parts.results import Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
 from gpu_visit_parts.timing import elapsed_ms, machine_roofs
 
 NUM_STEPS = 8
-_LEFT_BYTES = 24 * 2**30  # for weights and activations
+RECIPES = (
+    *("qwen3-8b-bf16", "qwen3-8b-fp8", "gpt-oss-20b-mxfp4", "gpt-oss-120b-mxfp4", "qwen3-coder-30b-fp8"),
+    *("qwen3.6-27b-bf16", "qwen3.6-35b-a3b-bf16", "gemma-4-26b-a4b-bf16"),
+)
+FIXED_TILES = RECIPES[:2]  # whose steps are timed in deterministic mode, too
 
-_Engine = tuple[str, str, int, int, bool]  # model, format of the weights, context, largest batch, deterministic
-_open: dict[_Engine, TorchGpuExecutor] = {}  # the one executor that is held: cases of one engine follow each other
+_Engine = tuple[str, bool]  # recipe, deterministic
+_open: dict[_Engine, "OpenEngine"] = {}  # the one that is held: cases of one engine follow each other
+
+
+class OpenEngine:
+    """An executor on the GPU, and the work of its steps."""
+
+    def __init__(self, recipe: str, *, is_deterministic: bool = False) -> None:
+        with ExitStack() as stack:
+            engine = stack.enter_context(recipe_engine(recipe))
+            config = RuntimeConfig(deterministic=is_deterministic, kv_cache_bytes=SETTING.kv_cache_bytes)
+            started_s = time.perf_counter()
+            self.executor = TorchGpuExecutor.open(engine, config, draft_lens=(), device=SETTING.device)
+            self.open_s = time.perf_counter() - started_s
+            self.format = engine.manifest.pretrained_config
+        self._work = {has: EngineWork(self.format, has_drafter=has) for has in (False, True)}
+
+    def floor_ms(self, rows: ComputedRows) -> float:
+        """All bytes at the rate of copies or all products at theirs, as if each ran alone; states are written, too."""
+        work = self._work[rows.num_draft_tokens > 0].of(rows)
+        formats = {product.format for product in work.products}
+        flops = sum(product.flops for product in work.products) + work.mixing_flops
+        num_bytes = work.weights_bytes + work.kv_bytes
+        return machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8="fp8" in formats) / 1e3
 
 
 def cases() -> Iterator[Case]:
+    """Engine by engine; batch sizes above a recipe's limit are left out."""
+    recipes, batch_sizes, draft_lens = RECIPES, (1, 4, 16, 32, 64), (0, 3, 7, 15)
+    fixed, looped, contexts, lengths = FIXED_TILES, (0, 7), (1024, 8192), (512, 2048)
     if SETTING.is_dry_run:
-        engines, batch_sizes, draft_lens = [("tiny", "fp8", 20)], (1, 2), (0, 2)
-    else:
-        engines = [("qwen3-8b", weights, context) for weights in ("bf16", "fp8") for context in (1024, 8192)]
-        batch_sizes, draft_lens = (1, 4, 16, 64), (0, 3, 7, 15)
-    for is_deterministic in (False, True):  # the cost of the setting is the ratio of two rows
-        lens = draft_lens[::2] if is_deterministic else draft_lens
-        for engine, num_requests, length in itertools.product(engines, batch_sizes, lens):
-            yield _case((*engine, batch_sizes[-1], is_deterministic), num_requests, length)
-    yield from _loop_cases()
-    yield from _hybrid_cases()
-
-
-def _loop_cases() -> Iterator[Case]:
-    """Steps as the engine runs them: planned, chained and read by the host beside the device."""
-    if SETTING.is_dry_run:
-        engine, batch_sizes, lens = ("tiny", "fp8", 20, 2, False), (2,), (2,)
-    else:
-        engine, batch_sizes, lens = ("qwen3-8b", "fp8", 1024, 64, False), (1, 16, 64), (0, 7)
-    for num_requests, num_drafts in itertools.product(batch_sizes, lens):
-        name = f"{engine[0]} {engine[1]}, the loop of {num_requests} requests, {num_drafts} drafts"
-        yield Case(name=name, run=partial(_measured_loop, engine, num_requests, num_drafts))
-
-
-def _hybrid_cases() -> Iterator[Case]:
-    """Which have no deterministic steps on a GPU, and steps of prompts besides."""
-    if SETTING.is_dry_run:
-        engines, batch_sizes, draft_lens, lengths = [("tiny-hybrid", "fp8", 20)], (2,), (2,), (6,)
-    else:
-        engines = [("qwen3.6-27b", weights, 1024) for weights in ("bf16", "fp8")]
-        batch_sizes, draft_lens, lengths = (1, 4, 16, 64), (0, 3, 7, 15), (512, 2048)
-    for engine in engines:
-        opened = (*engine, batch_sizes[-1], False)
-        for num_requests, length in itertools.product(batch_sizes, draft_lens):
-            yield _case(opened, num_requests, length)
+        recipes, batch_sizes, draft_lens = ("demo",), (1, 2), (0, 2)
+        fixed, looped, contexts, lengths = ("demo",), (2,), (20,), (6,)
+    for recipe in recipes:
+        for context, num_requests, num_drafts in itertools.product(contexts, batch_sizes, draft_lens):
+            yield _case((recipe, False), context, num_requests, num_drafts)
         for length in lengths:
-            name = f"{engine[0]} {engine[1]}, a prompt of {length}"
-            yield Case(name=name, run=partial(_measured_prompt, opened, length))
+            yield Case(name=f"{recipe}, a prompt of {length}", run=partial(_measured_prompt, recipe, length))
+        for num_requests, num_drafts in itertools.product(batch_sizes[::2], looped):
+            name = f"{recipe}, the loop of {num_requests} requests, {num_drafts} drafts"
+            yield Case(name=name, run=partial(_measured_loop, recipe, num_requests, num_drafts))
+    for recipe, num_requests, num_drafts in itertools.product(fixed, batch_sizes, draft_lens[::2]):
+        yield _case((recipe, True), contexts[0], num_requests, num_drafts)
 
 
-def _case(engine: _Engine, num_requests: int, length: int) -> Case:
-    model, weights, context, _, is_deterministic = engine
-    name = f"{model} {weights} over {context}, {num_requests} requests, {length} drafts"
-    name += ", deterministic" if is_deterministic else ""
-    return Case(name=name, run=partial(_measured, engine, num_requests, length))
+def _case(engine: _Engine, context: int, num_requests: int, num_drafts: int) -> Case:
+    name = f"{engine[0]} over {context}, {num_requests} requests, {num_drafts} drafts"
+    name += ", deterministic" if engine[1] else ""
+    return Case(name=name, run=partial(_measured, engine, context, num_requests, num_drafts))
 
 
-def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
-    model, weights, context, _, is_deterministic = engine
-    target = target_spec(model)
-    draft = draft_spec(model, target)
-    executor = open_executor(engine)
-    if num_requests > executor.limits.max_batch_size:
-        raise LeftOutError(f"the states of {executor.limits.max_batch_size} requests fill the GPU")
-    batch = decode_batch(num_requests, num_drafts, context, vocab_size=target.vocab_size)
-    times = _step_times(executor, batch)
-    num_rows = num_requests * (num_drafts + 1)
-    flops = linear_flops(target, draft, num_tokens=num_rows, num_rows=num_rows, num_drafts=num_requests * num_drafts)
-    num_bytes = weight_bytes(target, draft, weights, has_drafts=num_drafts > 0)
-    num_bytes += num_requests * (context * kv_bytes(target, draft) + 2 * slot_bytes(target, draft))
-    floor_ms = machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8=weights == "fp8") / 1e3
-    row = {"model": model, "weights": weights, "context": context, "requests": num_requests, "drafts": num_drafts}
-    row |= {"deterministic": str(is_deterministic), "rows_per_s": 1e3 * num_rows / times["device_ms"]}
-    return {"steps": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
+def _measured(engine: _Engine, context: int, num_requests: int, num_drafts: int) -> Tables:
+    opened = open_engine(engine)
+    executor = opened.executor
+    _check_limits(executor, num_requests=num_requests, num_drafts=num_drafts)
+    if num_requests * num_pages_for(context + num_drafts + 1, executor.limits.page_size) > executor.limits.num_pages:
+        raise LeftOutError("the K/V do not fit")
+    times = step_times(executor, decode_batch(executor, num_requests, num_drafts, context))
+    floor_ms = opened.floor_ms(
+        ComputedRows.decode(num_requests=num_requests, context_len=context, num_draft_tokens=num_drafts)
+    )
+    row = {"recipe": engine[0], "context": context, "requests": num_requests, "drafts": num_drafts}
+    row |= {"deterministic": str(engine[1]), "rows_per_s": 1e3 * num_requests * (num_drafts + 1) / times["device_ms"]}
+    row |= times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}
+    return {"steps": [row | {"open_s": opened.open_s, "peak_gib": _peak_gib()}]}
 
 
-def _measured_loop(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
-    """Random weights accept no draft, so that every step has all requests and gives each a token."""
-    executor = open_executor(engine)
+def _measured_loop(recipe: str, num_requests: int, num_drafts: int) -> Tables:
+    """Steps as the engine runs them: planned, chained and read by the host beside the device.
+
+    Random weights accept no draft, so that every step has all requests and gives each a token.
+    """
+    executor = open_engine((recipe, False)).executor
+    _check_limits(executor, num_requests=num_requests, num_drafts=num_drafts)
     started_s = time.perf_counter()
-    executor.warm_up(warm_shapes(executor.limits, (num_drafts,)))
+    if not SETTING.is_dry_run:
+        executor.warm_up(warm_shapes(executor.limits, (num_drafts,), tile_edges=executor.tile_edges))
     warm_up_s = time.perf_counter() - started_s
     scheduler = Scheduler(executor.limits, SchedulerConfig(), FixedDraftLength(num_drafts))
     loop = EngineLoop(executor, scheduler, overlaps=True)
@@ -132,89 +136,88 @@ def _measured_loop(engine: _Engine, num_requests: int, num_drafts: int) -> Table
     if not has_run:
         raise RuntimeError(f"{len(streams)} requests ended before the loop was measured")
     loop.close()
-    row = {"model": engine[0], "weights": engine[1], "requests": num_requests, "drafts": num_drafts}
+    row = {"recipe": recipe, "requests": num_requests, "drafts": num_drafts}
     row |= {"loop_step_ms": statistics.median(walls), "longest_ms": max(walls)}
     return {"loops": [row | {"warm_up_s": warm_up_s, "graphs": executor.graphs.num_graphs}]}
 
 
-def _measured_prompt(engine: _Engine, length: int) -> Tables:
+def _measured_prompt(recipe: str, length: int) -> Tables:
     """One whole prompt, behind which a block is drafted."""
-    model, weights, *_ = engine
-    target = target_spec(model)
-    draft = draft_spec(model, target)
-    executor = open_executor(engine)
-    num_pages = -(-length // SETTING.page_size)
-    if length > executor.limits.max_num_tokens or num_pages > executor.limits.max_pages:
-        raise LeftOutError(f"steps of this engine have at most {executor.limits.max_num_tokens} tokens")
-    request = ScheduledRequest(
-        request_id="prompt",
-        token_ids=tuple(range(1, length + 1)),
-        context_len=0,
-        num_candidates=0,
-        page_ids=tuple(range(num_pages)),
-        sampling=StepSampling(),
+    opened = open_engine((recipe, False))
+    limits = opened.executor.limits
+    if length > limits.max_num_tokens:
+        raise LeftOutError(f"steps of this engine have at most {limits.max_num_tokens} tokens")
+    request = _request(limits, 0, tuple(range(1, length + 1)), context=0, num_candidates=0)
+    times = step_times(opened.executor, StepBatch(requests=(request,), num_draft_tokens=limits.max_draft_len))
+    rows = ComputedRows(
+        num_tokens=np.array([length]), context_lens=np.array([0]), num_draft_tokens=limits.max_draft_len
     )
-    batch = StepBatch(requests=(request,), num_draft_tokens=draft.max_draft_len)
-    times = _step_times(executor, batch)
-    flops = linear_flops(
-        target, draft, num_tokens=length, num_rows=draft.max_draft_len + 1, num_drafts=draft.max_draft_len
-    )
-    num_bytes = weight_bytes(target, draft, weights, has_drafts=True) + slot_bytes(target, draft)
-    floor_ms = machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8=weights == "fp8") / 1e3
-    row = {"model": model, "weights": weights, "tokens": length, "tok_per_s": 1e3 * length / times["device_ms"]}
+    floor_ms = opened.floor_ms(rows)
+    row = {"recipe": recipe, "tokens": length, "tok_per_s": 1e3 * length / times["device_ms"]}
     return {"prompts": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
 
 
-def open_executor(engine: _Engine) -> TorchGpuExecutor:
-    """With pages for as many requests as fit, up to the largest batch."""
+def open_engine(engine: _Engine) -> OpenEngine:
     if engine not in _open:
         _open.clear()
         gc.collect()
-        torch.cuda.empty_cache()
-        model, weights, context, most, is_deterministic = engine
-        target = target_spec(model)
-        draft = draft_spec(model, target)
-        max_seq_len = context + draft.max_draft_len + 1
         if SETTING.device.type == "cuda":
-            free_bytes = torch.cuda.mem_get_info()[0] - _LEFT_BYTES
-            of_request = max_seq_len * kv_bytes(target, draft) + slot_bytes(target, draft)
-            most = min(most, free_bytes // of_request)
-        if most < 1:
-            raise LeftOutError("the K/V of one request do not fit")
-        _open[engine] = make_executor(
-            target, draft, weights, max_batch_size=most, max_seq_len=max_seq_len, is_deterministic=is_deterministic
-        )
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        _open[engine] = OpenEngine(engine[0], is_deterministic=engine[1])
     return _open[engine]
 
 
-def decode_batch(num_requests: int, num_drafts: int, context: int, *, vocab_size: int) -> StepBatch:
+def _check_limits(executor: TorchGpuExecutor, *, num_requests: int, num_drafts: int) -> None:
+    limits = executor.limits
+    if num_requests > limits.max_batch_size or num_drafts > limits.max_draft_len:
+        raise LeftOutError(f"at most {limits.max_batch_size} requests and {limits.max_draft_len} drafts")
+
+
+def _peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if SETTING.device.type == "cuda" else 0.0
+
+
+def decode_batch(executor: TorchGpuExecutor, num_requests: int, num_drafts: int, context: int) -> StepBatch:
     """Verify blocks after a context that was never computed: its pages hold zeros, which take as long to read."""
-    needed = -(-(context + num_drafts + 1) // SETTING.page_size)
     generator = torch.Generator().manual_seed(num_requests)
-    tokens = torch.randint(vocab_size - 1, (num_requests, num_drafts + 1), generator=generator).tolist()
-    return StepBatch(
-        requests=tuple(
-            ScheduledRequest(
-                request_id=str(r),
-                token_ids=tuple(tokens[r]),
-                context_len=context,
-                num_candidates=num_drafts,
-                page_ids=tuple(range(r * needed, (r + 1) * needed)),
-                sampling=StepSampling(),
-            )
-            for r in range(num_requests)
-        ),
-        num_draft_tokens=num_drafts,
+    shape = (num_requests, num_drafts + 1)
+    tokens = torch.randint(executor.network.target.vocab_size - 1, shape, generator=generator).tolist()
+    requests = (
+        _request(executor.limits, r, tuple(tokens[r]), context=context, num_candidates=num_drafts)
+        for r in range(num_requests)
+    )
+    return StepBatch(requests=tuple(requests), num_draft_tokens=num_drafts)
+
+
+def _request(
+    limits: ExecutorLimits, index: int, token_ids: tuple[int, ...], *, context: int, num_candidates: int
+) -> ScheduledRequest:
+    """With pages of its own in every group; of prompts above a window, layers of the window write pages in turn."""
+    size, end = limits.page_size, num_pages_for(context + len(token_ids), limits.page_size)
+    windows = []
+    for group in limits.page_windows:
+        first = max(0, context - group.window + 1) // size
+        pages = tuple((index * (end - first) + i) % group.num_pages for i in range(end - first))
+        windows.append(WindowColumns(first, pages))
+    return ScheduledRequest(
+        request_id=str(index),
+        token_ids=token_ids,
+        context_len=context,
+        num_candidates=num_candidates,
+        page_ids=tuple(range(index * end, (index + 1) * end)),
+        sampling=StepSampling(),
+        window_pages=tuple(windows),
     )
 
 
-def _step_times(executor: TorchGpuExecutor, batch: StepBatch) -> dict[str, float]:
+def step_times(executor: TorchGpuExecutor, batch: StepBatch) -> dict[str, float]:
     """`step_ms` from call to result; `device_ms` back to back on the device; the gap is what the host adds.
 
     A step that runs again folds no records, so recurrent states are set back: each step folds a whole block.
     """
     num_steps = 1 if SETTING.is_dry_run else NUM_STEPS
-    executor.warm_up([step_shape(plan_of(batch), executor.limits)])
+    executor.warm_up([step_shape(plan_of(batch, max_pages=executor.limits.max_pages), executor.limits)])
     rewind, walls = _rewinding(executor, batch), []
     for _ in range(num_steps):
         started_s = time.perf_counter()

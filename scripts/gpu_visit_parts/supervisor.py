@@ -6,6 +6,7 @@ Needs nothing but Python.
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from gpu_visit_parts.results import Results
 
@@ -15,9 +16,30 @@ _START = "start of the process"
 
 
 def run_part(
-    part: int, command: Sequence[str], results: Results, *, deadline_s: float, max_case_s: float = MAX_CASE_S
+    part: int,
+    command: Sequence[str],
+    results: Results,
+    *,
+    deadline_s: float,
+    max_case_s: float = MAX_CASE_S,
+    num_jobs: int = 1,
 ) -> None:
-    """Until all cases of the part have a result, or the deadline (of time.monotonic) is there."""
+    """Until all cases of the part have a result, or the deadline (of time.monotonic) is there.
+
+    Several jobs run the command at once, each with `--share I N` and results of its own, which are put together.
+    """
+    shares = [results] if num_jobs == 1 else [results.share(index) for index in range(num_jobs)]
+    with ThreadPoolExecutor(num_jobs) as pool:
+        for index, share in enumerate(shares):
+            words = [*command, "--out", str(share.directory), "--share", str(index), str(num_jobs)]
+            pool.submit(_run_share, part, words, share, deadline_s=deadline_s, max_case_s=max_case_s)
+    if num_jobs > 1:
+        for share in shares:
+            results.add_all(share)
+    results.write_tables()
+
+
+def _run_share(part: int, command: Sequence[str], results: Results, *, deadline_s: float, max_case_s: float) -> None:
     while time.monotonic() < deadline_s:
         num_before = len(results.done(part))
         results.start(part, _START)  # which the child ends
@@ -27,7 +49,6 @@ def run_part(
         if running is not None:
             why = why or f"the process ended with {child.returncode}"
             results.end(part, running["case"], "unfinished" if why == "out of time" else "failed", why=why)
-        results.write_tables()
         if child.returncode == 0 or len(results.done(part)) == num_before or _START in _failed(part, results):
             return
 

@@ -26,6 +26,12 @@ std::map<uintptr_t, Block>& blocks() {
     return *all;
 }
 
+// The host's own memory that was page-locked, which kernels reach by its address.
+std::map<uintptr_t, size_t>& registered() {
+    static auto* all = new std::map<uintptr_t, size_t>;
+    return *all;
+}
+
 size_t in_pages(size_t bytes) { return (bytes + kPage - 1) & ~(kPage - 1); }
 
 void* reserve(size_t bytes) {
@@ -126,6 +132,7 @@ std::vector<uint64_t> device_ranges() {
     for (const auto& [begin, block] : blocks()) {
         if (!block.is_pinned) ranges.insert(ranges.end(), {begin, begin + block.bytes});
     }
+    for (const auto& [begin, bytes] : registered()) ranges.insert(ranges.end(), {begin, begin + bytes});
     return ranges;
 }
 
@@ -214,8 +221,17 @@ CUDA_API cudaError_t cudaFreeHost(void* address) {
     return cudaSuccess;
 }
 
-CUDA_API cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
-CUDA_API cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+CUDA_API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+    Lock lock;
+    const bool is_new = registered().emplace(reinterpret_cast<uintptr_t>(address), bytes).second;
+    return is_new ? cudaSuccess : fail(cudaErrorHostMemoryAlreadyRegistered);
+}
+
+CUDA_API cudaError_t cudaHostUnregister(void* address) {
+    Lock lock;
+    complete_all();
+    return registered().erase(reinterpret_cast<uintptr_t>(address)) ? cudaSuccess : fail(cudaErrorHostMemoryNotRegistered);
+}
 
 CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
     Lock lock;

@@ -37,8 +37,8 @@ from dflash_trt.executor.ranks import executor as ranks_executor
 from dflash_trt.executor.ranks.launcher import RankWorkers
 from dflash_trt.recipes import recipes
 from dflash_trt.serving.llm import LLM
+from scripts.recipe_engine import write_engine
 from software_gpu.runtime.library import SoftwareCuda, software_cuda
-from software_gpu.serving.engines import write_engine
 from software_gpu.serving.requests import CONSTRAINED, PLAIN, RULED, prompts, sampling
 
 ROOT: Final = Path(__file__).resolve().parents[2]

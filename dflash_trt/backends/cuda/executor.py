@@ -273,7 +273,7 @@ class TorchGpuExecutor:
 
         Waits only for the previous copy of the inputs. `after_each` may enqueue more.
         """
-        plan = plan_of(batch)
+        plan = plan_of(batch, max_pages=self.limits.max_pages)
         shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
         with self.on_stream():

@@ -4,6 +4,7 @@ The tokenizer is the demo's, of 512 tokens; the vocabulary is the model's own.
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NOT_HASHED = "0" * 64
 
 
-def write_engine(recipe: Recipe, directory: Path, *, capability: tuple[int, int]) -> EngineDescription:
+def write_engine(
+    recipe: Recipe, directory: Path, *, capability: tuple[int, int], changes: Mapping[str, Any] | None = None
+) -> EngineDescription:
     """The engine that `dflash-trt build` would write for a GPU of this compute capability, but for its weights.
 
-    Raises ConfigError or BuildError as a build does.
+    `changes` replace fields of the recipe. Raises ConfigError or BuildError as a build does.
     """
-    config = build_config_from(read_yaml(recipe.path), source=recipe.name)
+    config = build_config_from(read_yaml(recipe.path) | (changes or {}), source=recipe.name)
     backend = backend_of(config.backend)
     described = describe_engine(
         config,
@@ -88,7 +91,7 @@ def _with_hole(path: Path, header: bytes, size_bytes: int) -> EngineFile:
 
 def _provenance(recipe: Recipe, config_sha256: str) -> dict[str, Any]:
     made = Provenance(
-        command=("scripts/software_gpu", recipe.name),
+        command=("scripts/recipe_engine.py", recipe.name),
         working_dir=str(Path.cwd()),
         config={},
         checkpoints={},
