@@ -5,6 +5,7 @@ separate, so a request whose draft context was lost drafts wrong tokens. Drafts 
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -176,6 +177,9 @@ class ToyWindows:
         return pages.page_ids[index], position % self._page_size
 
 
+Content = dict[tuple[int, int], Any]  # of a place: by page group and pool
+
+
 class ToyHost:
     """The host's tier: K/V by place, page group and offset, of target and drafter, and snapshots by place."""
 
@@ -198,6 +202,23 @@ class ToyHost:
                 assert host_id < self._limits.num_host_pages
                 for index, key_values in enumerate(pools[run.group]):
                     self._copy_page(key_values, page_id, (host_id, run.group, index), is_onboard=run.is_onboard)
+
+    def content(self, place: int, *, is_state: bool, groups: int = -1) -> Content:
+        """What a place holds, of these groups: bits."""
+        if is_state:
+            return {(-1, 0): dict(self._snapshots[place])}
+        held = {key[1:]: list(rows) for key, rows in self._pages.items() if key[0] == place and groups >> key[1] & 1}
+        return dict(sorted(held.items()))
+
+    def write(self, place: int, content: Content, *, is_state: bool) -> None:
+        """Instead of what it holds."""
+        if is_state:
+            self._snapshots[place] = dict(content[-1, 0])
+            return
+        for key in [key for key in self._pages if key[0] == place]:
+            del self._pages[key]
+        for (group, index), rows in content.items():
+            self._pages[place, group, index] = list(rows)
 
     def _copy_page(
         self, key_values: dict[_Slot, int], page_id: int, place: tuple[int, int, int], *, is_onboard: bool
@@ -240,7 +261,7 @@ class FakeExecutor:
         self._slots = SlotMirror(limits.max_positions, windows=windows, max_pages=limits.max_pages)
         self._windows = ToyWindows(limits)
         self._states = None if limits.num_snapshots is None else ToyStates(limits.max_draft_len + 1)
-        self._host = ToyHost(limits)
+        self.host = ToyHost(limits)
         self._allowed: dict[int, Array] = {}  # tokens by row of logits, of the running step
 
     @property
@@ -254,6 +275,10 @@ class FakeExecutor:
         return FinishedStep(lambda: self._step(plan))
 
     def _step(self, plan: StepPlan) -> StepResult:
+        if not plan.rows.num_requests:
+            assert len(plan.page_copies), "nothing to do"
+            self._copy_pages(plan)
+            return StepResult.of_no_rows()
         batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
@@ -272,7 +297,7 @@ class FakeExecutor:
 
     def _copy_pages(self, plan: StepPlan) -> None:
         pools = [[self._target_kv, self._draft_kv], *([key_values] for key_values in self._windows.key_values)]
-        self._host.copy(plan, pools, self._states.snapshots if self._states is not None else {})
+        self.host.copy(plan, pools, self._states.snapshots if self._states is not None else {})
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         width = batch.num_draft_tokens + 1

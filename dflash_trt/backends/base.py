@@ -39,6 +39,10 @@ class EngineExecutor(StepExecutor, Protocol):
     @property
     def page_plan(self) -> PagePlan: ...
 
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """The memory of a place of the host's tier, for pages or a snapshot, of each rank; no copy may touch it."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -215,6 +215,23 @@ class StagedStep:
         return milliseconds / 1e3
 
 
+class CopiedStep:
+    """A step without rows; implements StepHandle. Both events are on its stream, or None on a CPU."""
+
+    def __init__(self, started: Any, copied: Any) -> None:
+        self._started = started
+        self._copied = copied
+
+    def result(self) -> StepResult:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return StepResult.of_no_rows()
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.0 if self._started is None else float(self._started.elapsed_time(self._copied)) / 1e3
+
+
 def upload(values: Tensor, device: torch.device | None) -> Tensor:
     """A copy on `device` that the host does not wait for: PyTorch keeps its pinned block until then.
 

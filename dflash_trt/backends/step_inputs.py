@@ -29,7 +29,8 @@ _ALIGNMENT_BYTES = 256
 def check_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     """Assert what the scheduler guarantees."""
     rows = plan.rows
-    assert 0 < rows.num_requests <= limits.max_batch_size
+    assert len(plan.page_copies) or rows.num_requests, "nothing to do"
+    assert rows.num_requests <= limits.max_batch_size
     assert rows.total_tokens == rows.num_tokens.sum() <= limits.max_num_tokens
     assert rows.num_draft_tokens <= limits.max_draft_len
     assert (rows.num_tokens > 0).all() and (rows.num_candidates < rows.num_tokens).all()

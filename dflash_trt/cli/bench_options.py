@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
 # Rounds are greedy, under a closed load, and must not profit from the ones before.
-FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "host_cache_bytes", "max_queue_len", "seed")
+FIXED_BY_ROUNDS = (
+    *("enable_prefix_caching", "num_state_snapshots", "host_cache_bytes", "disk_cache_dir", "disk_cache_bytes"),
+    *("publish_prompts", "max_queue_len", "seed"),
+)
 
 INPUT = click.option(
     "--input-file",

@@ -33,7 +33,15 @@ _PROMPTS = "--prompt, --input-file or piped text"
 _TEXTS = "texts on stdout: no --json, no --output-file and no --input-file"
 _ROWS = "--json, --output-file or --input-file"
 _CONVERSATIONS = "--chat, or an --input-file with messages"
-_RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "host_cache_bytes", "max_queue_len", "seed"}
+_RUNTIME_NOT_OF_TEXTS = {
+    *KV_BUDGET,
+    "host_cache_bytes",
+    "disk_cache_dir",
+    "disk_cache_bytes",
+    "publish_prompts",
+    "max_queue_len",
+    "seed",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

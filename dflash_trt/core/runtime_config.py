@@ -168,6 +168,28 @@ class RuntimeConfig(Frozen):
             "(default: none, they are computed again).",
         ),
     ] = None
+    disk_cache_dir: Annotated[
+        str | None,
+        BeforeValidator(_absolute_path),
+        Option(
+            metavar="DIR",
+            help="Directory for cached prefixes that leave the device or are shared, for later and for other processes "
+            "with this engine (with --host-cache-bytes).",
+        ),
+    ] = None
+    disk_cache_bytes: Annotated[
+        int | None,
+        Field(ge=1),
+        BeforeValidator(_byte_size),
+        Option(metavar="SIZE", help="Maximum of that directory's files (default: half of what is free)."),
+    ] = None
+    publish_prompts: Annotated[
+        bool,
+        Option(
+            flag="--publish-prompts",
+            help="Write all blocks of a prompt to --disk-cache-dir once computed, for processes that wait for it.",
+        ),
+    ] = False
     num_threads: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
@@ -238,6 +260,7 @@ _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),
     ("enable_prefix_caching", "host_cache_bytes"),
+    ("enable_prefix_caching", "disk_cache_dir"),
     ("use_drafter", "adaptive_draft_length"),
     ("use_drafter", "ngram"),
     ("use_drafter", "draft_length"),

@@ -227,7 +227,7 @@ class TokenMasks:
 class StepPlan:
     """A step's rows, preceding changes of page table and slots, token masks, and wanted log probabilities.
 
-    `page_copies` are made before anything else of the step.
+    `page_copies` are made before anything else of the step, which has no rows if these are all that there is to do.
 
     Slots of `restores` are filled from snapshots before the step, slots of `saves` are copied to snapshots when it has
     succeeded; all of them have a row.
@@ -285,6 +285,18 @@ class StepResult:
     draft_confidence: Array | None = None  # float32 [R, K], of each draft if those before it are accepted
     top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens; zeros of who wants none
     prompt: PromptScores | None = None  # [M], [M, N]
+
+    @classmethod
+    def of_no_rows(cls) -> StepResult:
+        """Of a step that only makes its copies."""
+        empty = np.zeros((0, 1), np.int32)
+        return cls(
+            emitted_tokens=empty,
+            emitted_logprobs=empty.astype(np.float32),
+            num_accepted=empty[:, 0],
+            next_context_lens=empty[:, 0],
+            draft_tokens=empty[:, :0],
+        )
 
 
 class StepHandle(Protocol):

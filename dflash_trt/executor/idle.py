@@ -86,6 +86,11 @@ class IdleExecutor:
         self.own_s += time.thread_time() - submitted_s
         return step
 
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """There is no host's tier."""
+        return {}
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -91,6 +91,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)
     shares_prefixes = has_snapshots and config.num_state_snapshots != 0 if is_recurrent else True
     _check_host_cache(config, shares_prefixes=shares_prefixes)
+    _check_disk_cache(config)
     resolved: dict[str, object] = {
         "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
@@ -152,6 +153,19 @@ def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, backend: str)
         hint = "Leave it out: prompts are computed in full. Or build the engine with --backend torch."
         expected, found = "an engine of backend torch", f"one of backend {backend}"
         raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
+
+
+def _check_disk_cache(config: RuntimeConfig) -> None:
+    """Raises SettingError for half of the settings."""
+    needs = {
+        "disk_cache_dir": "host_cache_bytes",
+        "disk_cache_bytes": "disk_cache_dir",
+        "publish_prompts": "disk_cache_dir",
+    }
+    for name, other in needs.items():
+        if getattr(config, name) != RuntimeConfig.model_fields[name].default and getattr(config, other) is None:
+            hint = "Files are read into host memory, and written from there." if name == "disk_cache_dir" else "Add it."
+            raise SettingError(name, expected=f"{other} as well", found="none", hint=hint)
 
 
 def _check_host_cache(config: RuntimeConfig, *, shares_prefixes: bool) -> None:

@@ -5,32 +5,14 @@ the next plan and in the order in which they were decided. So a place or a page 
 to it before is done.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from dflash_trt.core.step_plan import NO_PAGE_COPIES, SNAPSHOTS, PageCopies
+from dflash_trt.scheduler.host_places import HostPlaces
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
-
-
-class _Places:
-    """Ids 0 .. num_places - 1, free or of a node."""
-
-    def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
-        self.free = list(range(num_places - 1, -1, -1))
-        self.nodes: OrderedDict[int, PrefixNode] = OrderedDict()  # least recently used first; without the pinned ones
-
-    def touch(self, place: int) -> None:
-        """It was used now."""
-        if place in self.nodes:
-            self.nodes.move_to_end(place)
-
-    def check_integrity(self, owned: Iterable[int]) -> None:
-        assert sorted(owned) == sorted(self.nodes), "the tree has other places than the host's tier"
-        assert sorted([*self.free, *self.nodes]) == list(range(self.num_places)), "a place has two owners, or none"
 
 
 class HostTier:
@@ -41,19 +23,21 @@ class HostTier:
 
     def __init__(self, tree: PrefixTree, *, num_pages: int = 0, num_snapshots: int = 0) -> None:
         self._tree = tree
-        self._pages, self._snapshots = _Places(num_pages), _Places(num_snapshots)
+        self.pages, self.snapshots = HostPlaces(num_pages), HostPlaces(num_snapshots)
         self._copies: list[tuple[bool, int, int, int]] = []  # rows of PageCopies
+        self._arrivals: list[tuple[bool, int]] | None = None  # is a snapshot, place
+        self.publishes_all = False  # for a store: what is computed, too
         self.num_offloaded_pages = 0
         self.num_onboarded_pages = 0
 
     @property
     def num_pages(self) -> int:
-        return self._pages.num_places
+        return self.pages.num_places
 
     @property
     def num_kept(self) -> int:
         """Places of nodes."""
-        return len(self._pages.nodes)
+        return self.pages.num_of_nodes
 
     # Copies
 
@@ -62,20 +46,20 @@ class HostTier:
         if not self.num_pages or (node.host_id is None and not self._give_place(node)):
             return
         assert node.host_id is not None
-        self._pages.touch(node.host_id)
+        self.pages.touch(node.host_id)
         if node.is_on_host(group):
             return
         node.host_groups |= 1 << group
-        self._copies.append((False, group, page_id, node.host_id))
+        self._copy(False, group, page_id, node.host_id)
 
     def onboard(self, node: PrefixNode, group: int, page_id: int) -> None:
         """Fill a page on the device from the host's, which stays."""
         assert node.host_id is not None and node.is_on_host(group)
-        self._copies.append((True, group, page_id, node.host_id))
+        self._copy(True, group, page_id, node.host_id)
 
     def offload_snapshot(self, node: PrefixNode, snapshot_id: int) -> None:
         """Keep a node's snapshot, if there is a place for it."""
-        places = self._snapshots
+        places = self.snapshots
         if node.host_snapshot_id is not None:
             places.touch(node.host_snapshot_id)
             return
@@ -84,12 +68,12 @@ class HostTier:
         if not places.free:
             self._drop_snapshot(next(iter(places.nodes.values())))
         node.host_snapshot_id = places.free.pop()
-        places.nodes[node.host_snapshot_id] = node
-        self._copies.append((False, SNAPSHOTS, snapshot_id, node.host_snapshot_id))
+        places.give(node.host_snapshot_id, node)
+        self._copy(False, SNAPSHOTS, snapshot_id, node.host_snapshot_id)
 
     def onboard_snapshot(self, node: PrefixNode, snapshot_id: int) -> None:
         assert node.host_snapshot_id is not None
-        self._copies.append((True, SNAPSHOTS, snapshot_id, node.host_snapshot_id))
+        self._copy(True, SNAPSHOTS, snapshot_id, node.host_snapshot_id)
 
     def take_copies(self) -> PageCopies:
         """The copies that the next step makes first."""
@@ -107,24 +91,84 @@ class HostTier:
         self._copies[:0] = zip(*(column.tolist() for column in columns), strict=True)
         self._count(copies, -1)
 
+    def settle(self, copies: PageCopies) -> None:
+        """Those of a step that is committed."""
+        columns = (copies.is_onboard.tolist(), copies.groups.tolist(), copies.host_ids.tolist())
+        for is_onboard, group, place in zip(*columns, strict=True):
+            self._places_of(group == SNAPSHOTS).end_copy(place)
+            if self._arrivals is not None and not is_onboard:
+                self._arrivals.append((group == SNAPSHOTS, place))
+
+    # Transfers to and from a store
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Somebody may wait for the copies, though there is nothing else to do."""
+        return self.publishes_all and bool(self._copies)
+
+    def note_arrivals(self, *, publishes_all: bool = False) -> None:
+        """Note from now on what `take_arrivals` returns."""
+        self._arrivals, self.publishes_all = [], publishes_all
+
+    @property
+    def notes_arrivals(self) -> bool:
+        return self._arrivals is not None
+
+    def take_arrivals(self) -> list[tuple[PrefixNode, bool]]:
+        """Nodes whose pages, or with True whose snapshots, have come to their places for good since the last call."""
+        arrivals, self._arrivals = dict.fromkeys(self._arrivals or ()), []
+        found = []
+        for is_state, place in arrivals:
+            places = self._places_of(is_state)
+            node = places.nodes.get(place)
+            if node is not None and places.is_quiet(place):
+                found.append((node, is_state))
+        return found
+
+    def reserve(self, count: int, *, is_state: bool, path: Sequence[PrefixNode]) -> list[int]:
+        """At most `count` places for a transfer to write to, none of those of `path`."""
+        places, found = self._places_of(is_state), list[int]()
+        with self.pinned(path):
+            while len(found) < count:
+                place = places.take_quiet()
+                if place is not None:
+                    found.append(place)
+                elif not self._make_room(is_state):
+                    break
+        return found
+
+    def fill(self, node: PrefixNode, place: int, groups: int) -> None:
+        """A transfer has written a node's pages of these groups to a reserved place; a node that has one keeps that."""
+        if node.host_id is not None:
+            self.pages.let_go(place)
+            return
+        node.host_id, node.host_groups = place, groups
+        self.pages.give(place, node)
+
+    def fill_snapshot(self, node: PrefixNode, place: int) -> None:
+        """The same for its snapshot."""
+        if node.host_snapshot_id is not None:
+            self.snapshots.let_go(place)
+            return
+        node.host_snapshot_id = place
+        self.snapshots.give(place, node)
+
     # Places
 
     @contextmanager
     def pinned(self, path: Sequence[PrefixNode]) -> Iterator[None]:
         """Keep these nodes' places from others; afterwards they are the most recently used, their end first."""
         for node in path:
-            self._pages.nodes.pop(_key(node.host_id), None)
-            self._snapshots.nodes.pop(_key(node.host_snapshot_id), None)
+            self.pages.nodes.pop(_key(node.host_id), None)
+            self.snapshots.nodes.pop(_key(node.host_snapshot_id), None)
         try:
             yield
         finally:
             for node in reversed(path):
                 if node.host_id is not None:
-                    self._pages.nodes[node.host_id] = node
-                    self._pages.touch(node.host_id)
+                    self.pages.give_back(node.host_id, node)
                 if node.host_snapshot_id is not None:
-                    self._snapshots.nodes[node.host_snapshot_id] = node
-                    self._snapshots.touch(node.host_snapshot_id)
+                    self.snapshots.give_back(node.host_snapshot_id, node)
 
     def forget(self, node: PrefixNode) -> None:
         """Forget a node that is nowhere else, and its continuations."""
@@ -133,22 +177,47 @@ class HostTier:
             self._drop_snapshot(removed)
 
     def clear(self) -> None:
-        """Forget everything, copies included: the memory is gone."""
+        """Forget everything, copies and transfers included: the memory is gone."""
         self._copies = []
+        for places in (self.pages, self.snapshots):
+            places.forget_copies()
         for node in self._tree.nodes():
             self._drop_pages(node)
             self._drop_snapshot(node)
             if node.page_id is None and (node.parent is None or node.parent.page_id is not None):
                 self._tree.remove(node)
+        for places in (self.pages, self.snapshots):
+            places.forget_transfers()
 
     def check_integrity(self) -> None:
         """Assert that each place is free, or its node's."""
         nodes = self._tree.nodes()
-        self._pages.check_integrity(node.host_id for node in nodes if node.host_id is not None)
-        self._snapshots.check_integrity(node.host_snapshot_id for node in nodes if node.host_snapshot_id is not None)
+        self.pages.check_integrity(node.host_id for node in nodes if node.host_id is not None)
+        self.snapshots.check_integrity(node.host_snapshot_id for node in nodes if node.host_snapshot_id is not None)
         assert all((node.host_id is None) == (node.host_groups == 0) for node in nodes), "a place without pages"
 
     # Inside
+
+    def _copy(self, is_onboard: bool, group: int, device_id: int, place: int) -> None:
+        self._copies.append((is_onboard, group, device_id, place))
+        self._places_of(group == SNAPSHOTS).begin_copy(place)
+
+    def _places_of(self, is_state: bool) -> HostPlaces:
+        return self.snapshots if is_state else self.pages
+
+    def _make_room(self, is_state: bool) -> bool:
+        """Free the place that was used longest ago and that no step touches; False if there is none."""
+        places = self._places_of(is_state)
+        oldest = next((node for place, node in places.nodes.items() if places.is_quiet(place)), None)
+        if oldest is None:
+            return False
+        if is_state:
+            self._drop_snapshot(oldest)
+        elif oldest.page_id is None:
+            self.forget(oldest)
+        else:
+            self._drop_pages(oldest)
+        return True
 
     def _count(self, copies: PageCopies, sign: int) -> None:
         is_page = copies.groups != SNAPSHOTS
@@ -157,7 +226,7 @@ class HostTier:
 
     def _give_place(self, node: PrefixNode) -> bool:
         """Give a node a place, that of the least recently used one if none is free; False if all are pinned."""
-        places = self._pages
+        places = self.pages
         if not places.free:
             oldest = next(iter(places.nodes.values()), None)
             if oldest is None:
@@ -167,19 +236,17 @@ class HostTier:
             else:
                 self._drop_pages(oldest)
         node.host_id = places.free.pop()
-        places.nodes[node.host_id] = node
+        places.give(node.host_id, node)
         return True
 
     def _drop_pages(self, node: PrefixNode) -> None:
         if node.host_id is not None:
-            self._pages.nodes.pop(node.host_id, None)
-            self._pages.free.append(node.host_id)
+            self.pages.leave(node.host_id)
             node.host_id, node.host_groups = None, 0
 
     def _drop_snapshot(self, node: PrefixNode) -> None:
         if node.host_snapshot_id is not None:
-            self._snapshots.nodes.pop(node.host_snapshot_id, None)
-            self._snapshots.free.append(node.host_snapshot_id)
+            self.snapshots.leave(node.host_snapshot_id)
             node.host_snapshot_id = None
 
 

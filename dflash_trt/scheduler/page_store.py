@@ -43,7 +43,7 @@ class PageStore:
             WindowPages(window, self.host, index=i, page_size=page_size) for i, window in enumerate(windows)
         ]
         self.keeps_prefixes = keeps_prefixes and num_snapshots != 0
-        self._needs_state = num_snapshots is not None
+        self.needs_state = num_snapshots is not None
         self.snapshots = SnapshotStore((num_snapshots or 0) if keeps_prefixes else 0, self.host)
         self.num_evicted_pages = 0
 
@@ -87,13 +87,13 @@ class PageStore:
 
         It ends at the last node with the recurrent state and all window pages before it.
         """
-        if not self._needs_state and not self.windows:
+        if not self.needs_state and not self.windows:
             return path
         is_covered = [window.covers(path) for window in self.windows]
         length = len(path)
         while length and not (
             all(covered[length - 1] for covered in is_covered)
-            and (not self._needs_state or self.snapshots.has(path[length - 1]))
+            and (not self.needs_state or self.snapshots.has(path[length - 1]))
         ):
             length -= 1
         return path[:length]
@@ -155,6 +155,29 @@ class PageStore:
             self._pool.release(page_id)
         else:
             self._pool.retain(page_id)  # for the tree
+        return node
+
+    def publish(self, path: Sequence[PrefixNode]) -> None:
+        """Copy what a second request begins with to the host's tier for a store, if there is one: it may never leave.
+
+        The path's pages are retained.
+        """
+        if not self.host.notes_arrivals:
+            return
+        for node in path:
+            pages = (node.page_id, *node.window_pages)
+            for group, page_id in enumerate(pages):
+                if page_id is not None:
+                    self.host.offload(node, group, page_id)
+        if path and path[-1].snapshot_id is not None:
+            self.host.offload_snapshot(path[-1], path[-1].snapshot_id)
+
+    def add_on_host(
+        self, parent: PrefixNode | None, token_ids: Sequence[int], place: int, groups: int, *, salt: str
+    ) -> PrefixNode:
+        """Cache a page below `parent` whose page groups are in a place of the host's tier."""
+        node = self._tree.add(parent, token_ids, salt=salt)
+        self.host.fill(node, place, groups)
         return node
 
     def release(self, page_ids: Sequence[int]) -> None:

@@ -83,6 +83,11 @@ class PlannedStep:
     def sequences(self) -> list[Sequence]:
         return self.planned.sequences
 
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing for an executor."""
+        return not self.planned.sequences and not len(self.plan.page_copies)
+
 
 class StepPlanner:
     """Plans steps over a request pool."""
@@ -226,6 +231,7 @@ class StepPlanner:
 
     def _step_plan(self, planned: PlannedRows, num_pages: int, masks: TokenMasks | None = None) -> StepPlan:
         restores, saves = planned.copies
+        host = self._request_pool.store.host
         return StepPlan(
             planned.rows,
             num_pages,
@@ -235,7 +241,7 @@ class StepPlanner:
             prompt_rows=planned.prompt_rows,
             restores=restores,
             saves=saves,
-            page_copies=self._request_pool.store.host.take_copies() if planned.sequences else NO_PAGE_COPIES,
+            page_copies=host.take_copies() if planned.sequences or host.is_waited_for else NO_PAGE_COPIES,
         )
 
     def _sequences(self, slots: Array) -> list[Sequence]:

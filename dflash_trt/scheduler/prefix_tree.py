@@ -17,7 +17,7 @@ class PrefixNode:
     `page_id` is its page on the device, where its ancestors have theirs, too. `snapshot_id` is the recurrent state
     after its last token, if cached. `window_pages` has one entry per group of layers with a window: the page of the
     same tokens, if cached. `host_id` and `host_snapshot_id` are its places in the host's tier; bit g of `host_groups`
-    says that the page of group g is there.
+    says that the page of group g is there. `key` names it in a store, once somebody has asked for it.
     """
 
     __slots__ = (
@@ -26,6 +26,7 @@ class PrefixNode:
         "host_groups",
         "host_id",
         "host_snapshot_id",
+        "key",
         "page_id",
         "parent",
         "salt",
@@ -48,6 +49,7 @@ class PrefixNode:
         self.host_id: int | None = None
         self.host_groups = 0
         self.host_snapshot_id: int | None = None
+        self.key: bytes | None = None
 
     def is_on_host(self, group: int) -> bool:
         """True if the host's tier has its page of this group."""
@@ -100,6 +102,13 @@ class PrefixTree:
 
         An existing node that has a page keeps it; compare `page_id`.
         """
+        node = self.add(parent, token_ids, salt=salt)
+        if node.page_id is None:
+            self.place(node, page_id)
+        return node
+
+    def add(self, parent: PrefixNode | None, token_ids: Sequence[int], *, salt: str) -> PrefixNode:
+        """The same, without a page: it needs one, or a place in the host's tier."""
         assert len(token_ids) == self._page_size, "only full pages are kept"
         children = self._roots.setdefault(salt, {}) if parent is None else parent.children
         key = tuple(token_ids)
@@ -111,8 +120,6 @@ class PrefixTree:
             self._num_blocks += 1
             if self.watcher is not None:
                 self.watcher.stored(node.block_id, None if parent is None else parent.block_id, key, salt)
-        if node.page_id is None:
-            self.place(node, page_id)
         return node
 
     def place(self, node: PrefixNode, page_id: int) -> None:

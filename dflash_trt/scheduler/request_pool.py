@@ -97,6 +97,7 @@ class RequestPool:
             slot = self.table.assign_slot(sequence, held + self.store.allocate(num_new), num_kept=len(path))
             self.windows.claim_pages(slot, path, sequence.max_len)
             self.states.assign_snapshots(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
+            self.store.publish(path)
         sequence.prefix_path = path
         context_len = len(path) * self.store.page_size
         self.table.context_len[slot] = context_len
@@ -206,6 +207,8 @@ class RequestPool:
             sequence.prefix_path.append(node)
             table.set_kept(slot, index + 1)
             self.states.cache_snapshot(slot, (index + 1) * page_size, node)
+            if self.store.host.publishes_all and (index + 1) * page_size <= len(sequence.request.prompt_token_ids):
+                self.store.publish([node])
 
     def page_ids(self, sequence: Sequence) -> list[int]:
         """Pages of a running request."""

@@ -7,6 +7,7 @@ deterministic: the same calls give the same plans.
 
 import logging
 from collections import deque
+from typing import Final
 
 import numpy as np
 
@@ -26,8 +27,10 @@ from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
+from dflash_trt.scheduler.stored_prefixes import StoredPrefixes
 
 _LOG = logging.getLogger(__name__)
+_PROMPT_WIDTHS: Final = 4  # a step of more tokens than so many verify blocks for each request is one of prompts
 
 
 class Scheduler:
@@ -68,6 +71,8 @@ class Scheduler:
         self._counts = StepCounts(limits.max_draft_len)
         self._committer = Committer(self._request_pool, self._counts.num_finished)
         self._now = 0.0
+        self._stored: StoredPrefixes | None = None
+        self.prompt_rate: float | None = None  # tokens of prompts per second, about
 
     # Arrivals and departures
 
@@ -137,6 +142,23 @@ class Scheduler:
         self._request_pool.resume(sequence)
         return True
 
+    def set_aside(self, request_id: str) -> None:
+        """Keep a waiting request from its turn until `take_up`: its prefix is on its way."""
+        sequence = self._request_pool.find(request_id)
+        assert sequence is not None and not sequence.is_running
+        self._request_pool.pause(sequence)
+
+    def take_up(self, request_id: str) -> None:
+        """Put a request that was set aside back to its place in the queue, if it has not ended."""
+        sequence = self._request_pool.find(request_id)
+        if sequence is not None and request_id in self._request_pool.paused and sequence.paused_s is None:
+            self._request_pool.resume(sequence)
+
+    def stored_prefixes(self, root: bytes, *, publishes_all: bool = False) -> StoredPrefixes:
+        """The blocks of the prefix cache, for a store that is for `root`; see StoredPrefixes."""
+        self._stored = StoredPrefixes(self._request_pool.store, root, publishes_all=publishes_all)
+        return self._stored
+
     @property
     def num_running(self) -> int:
         return len(self._request_pool.running)
@@ -162,8 +184,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a request can run, or the next commit has an event."""
-        return bool(self._request_pool.running or self._request_pool.waiting or self._ended)
+        """True if a request can run, the next commit has an event, or copies for a store wait for a step."""
+        pool = self._request_pool
+        return bool(pool.running or pool.waiting or self._ended or pool.store.host.is_waited_for)
 
     @property
     def num_paused(self) -> int:
@@ -173,13 +196,14 @@ class Scheduler:
         """A copy of the counts so far."""
         request_pool, counts = self._request_pool, self._counts
         blocks = counts.blocks
+        num_aside = sum(sequence.paused_s is None for sequence in request_pool.paused.values())
         num_blocks, num_accepted = int(blocks.sum()), int((blocks * np.arange(blocks.shape[1])).sum())
         return SchedulerStatistics(
             num_arrivals=self._num_arrivals,
             num_finished=dict(counts.num_finished),
-            num_waiting_now=len(request_pool.waiting),
+            num_waiting_now=len(request_pool.waiting) + num_aside,
             num_running_now=len(request_pool.running),
-            num_paused_now=len(request_pool.paused),
+            num_paused_now=len(request_pool.paused) - num_aside,
             num_steps=counts.num_steps,
             num_steps_by_draft_length=dict(sorted(counts.num_steps_by_draft_length.items())),
             num_computed_tokens=counts.num_computed_tokens,
@@ -201,6 +225,8 @@ class Scheduler:
             num_host_pages_kept_now=request_pool.store.host.num_kept,
             num_offloaded_pages=request_pool.store.host.num_offloaded_pages,
             num_onboarded_pages=request_pool.store.host.num_onboarded_pages,
+            num_saved_blocks=0 if self._stored is None else self._stored.num_saved,
+            num_loaded_blocks=0 if self._stored is None else self._stored.num_loaded,
             num_ngram_draft_tokens=counts.num_ngram_draft_tokens,
             num_ngram_accepted_tokens=counts.num_ngram_accepted_tokens,
         )
@@ -253,7 +279,8 @@ class Scheduler:
         without effect on others.
         """
         assert self._planned.popleft() is step, "steps are committed in the order in which they were planned"
-        return None if result is None else self._committer.commit(step, result)
+        self._request_pool.store.host.settle(step.plan.page_copies)
+        return None if result is None or not step.sequences else self._committer.commit(step, result)
 
     def events_of(self, committed: CommittedStep | None, *, elapsed_s: float | None = None) -> list[TokenEvent]:
         """Events of requests that ended while waiting, then the events of the step's rows in order."""
@@ -262,6 +289,7 @@ class Scheduler:
             return events
         events += self._committer.events(committed)
         self._counts.add(committed)
+        self._note_prompt_rate(committed, elapsed_s)
         if isinstance(self._policy, BatchSizeDraftLength):
             return events  # nothing to learn
         try:
@@ -292,6 +320,14 @@ class Scheduler:
         self._request_pool.check_integrity()
 
     # Inside
+
+    def _note_prompt_rate(self, committed: CommittedStep, elapsed_s: float | None) -> None:
+        """Of steps that mostly compute prompts."""
+        rows = committed.step.plan.rows
+        if not elapsed_s or rows.total_tokens <= _PROMPT_WIDTHS * rows.num_requests * (rows.num_draft_tokens + 1):
+            return
+        rate = rows.total_tokens / elapsed_s
+        self.prompt_rate = rate if self.prompt_rate is None else (self.prompt_rate + rate) / 2
 
     def _time_out(self, sequence: Sequence, message: str) -> None:
         event = self._end(sequence.request_id, "timeout", message)

@@ -47,6 +47,8 @@ class SchedulerStatistics:
     num_host_pages_kept_now: int = 0
     num_offloaded_pages: int = 0  # copied to it, of all page groups
     num_onboarded_pages: int = 0  # copied back
+    num_saved_blocks: int = 0  # pages and snapshots written to the disk cache
+    num_loaded_blocks: int = 0  # and read from it
     num_ngram_draft_tokens: int = 0  # of num_draft_tokens, from the requests' own texts; the others are the drafter's
     num_ngram_accepted_tokens: int = 0  # of num_accepted_tokens
 

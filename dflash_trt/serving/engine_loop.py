@@ -23,12 +23,14 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
+from dflash_trt.serving.prefix_transfers import PlaceBytes, PrefixStore, PrefixTransfers
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import DeviceLostError, StepReport, StepRunner
 from dflash_trt.serving.stream import RequestStream
 
 # How often an engine with nothing but paused requests looks for readers that have gone away.
 _PARKED_POLL_S = 0.2
+_LOOK_S = 1.0  # whether prefixes have come, at the latest
 
 _MAX_PENDING_TOKENS = optional(integer("None, or an integer of 1 or more", 1))
 _ON_READY = optional(function("None, or a function"))
@@ -66,6 +68,7 @@ class EngineLoop:
         self._lock = threading.RLock()  # guards everything above
         self._changed = threading.Condition(self._lock)
         self._reopen = reopen
+        self._transfers: PrefixTransfers | None = None
         self._make_runner = partial(
             StepRunner, self._scheduler, is_chained=overlaps, lock=self._lock, clock=clock, deliver=self._deliver
         )
@@ -99,6 +102,8 @@ class EngineLoop:
             self._check_open_for(request)
             now = self._clock()
             self._scheduler.add(request, now)
+            if self._transfers is not None:
+                self._transfers.begin(request)
             mailbox = Mailbox(arrived_s=now, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
             self._mailboxes[request.request_id] = mailbox
             self._changed.notify_all()
@@ -124,9 +129,11 @@ class EngineLoop:
         with self._lock:
             while self._forgotten:
                 self._forgotten.popleft()("cancelled")
+            if self._transfers is not None:
+                self._transfers.advance()
             self._scheduler.expire(self._clock())
         try:
-            return self._runner.advance()
+            return self._runner.advance() or self._waits_for_prefixes()
         except DeviceLostError as error:
             self._reopen_after(error)
             return True
@@ -158,6 +165,8 @@ class EngineLoop:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        if self._transfers is not None:
+            self._transfers.close()
         self._runner.close()
 
     def statistics(self) -> EngineStatistics:
@@ -170,6 +179,17 @@ class EngineLoop:
     def failure(self) -> str | None:
         """Reason why the engine serves no more; None while it does. Another process may."""
         return self._failure
+
+    def keep_prefixes(
+        self, store: PrefixStore, *, root: bytes, place_bytes: PlaceBytes, publishes_all: bool = False
+    ) -> None:
+        """Save cached prefixes that leave the device in a store, and take those of new requests from it.
+
+        `root` is a hash of what the store's blocks depend on; `place_bytes` is the executor's. `publishes_all` also
+        saves what stays on the device, once it is computed.
+        """
+        prefixes = self._scheduler.stored_prefixes(root, publishes_all=publishes_all)
+        self._transfers = PrefixTransfers(self._scheduler, prefixes, store, place_bytes=place_bytes, wake=self._wake)
 
     def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:
         """Tell `watcher` of every page that the prefix cache stores or evicts, until it is None again."""
@@ -184,6 +204,19 @@ class EngineLoop:
             assert self._scheduler.request_ids() == set(self._mailboxes), "requests and mailboxes differ"
 
     # Inside
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
+
+    def _waits_for_prefixes(self) -> bool:
+        """Nothing runs: wait for prefixes on their way, or whatever comes first; False if none are."""
+        if self._transfers is None:
+            return False
+        with self._lock:
+            if self._transfers.is_waited_for and not self._transfers.has_news:
+                self._changed.wait(_LOOK_S)
+            return self._transfers.is_waited_for or self._transfers.has_news
 
     def _check_open_for(self, request: Request) -> None:
         if self._failure is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
@@ -15,6 +18,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.prefix_directory import PrefixDirectory
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -48,6 +52,9 @@ class LocalEngine(EngineLoop):
         with suppress(Exception):  # the device may be broken
             self._executor.close()
         self._executor = self._open_executor()
+        if self._transfers is not None:
+            with self._lock:
+                self._transfers.lose_device(self._executor.place_bytes)
         return self._executor
 
 
@@ -104,8 +111,21 @@ def _open(
         stack.callback(executor.close)
         scheduler = Scheduler(executor.limits, scheduler_config, policy)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
+        if config.disk_cache_dir is not None:
+            _keep_on_disk(local, engine, config, executor)
         stack.pop_all()
     return local
+
+
+def _keep_on_disk(local: LocalEngine, engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor) -> None:
+    """Files are for this engine, and for whatever else decides what a page holds."""
+    assert config.disk_cache_dir is not None
+    manifest = engine.with_draft_window(config.draft_window).manifest
+    kind = {"engine": manifest.model_dump(mode="json"), "device": config.device, "drafter": config.use_drafter}
+    root = sha256(json.dumps(kind, sort_keys=True).encode()).digest()
+    directory = Path(config.disk_cache_dir)
+    store = PrefixDirectory.open(directory, name=root.hex()[:16], max_bytes=config.disk_cache_bytes)
+    local.keep_prefixes(store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts)
 
 
 def _policy(config: RuntimeConfig) -> DraftLengthPolicy:

@@ -95,7 +95,7 @@ class StepRunner:
             if not self._scheduler.has_work:
                 return False
             step = self._scheduler.plan(self._clock())
-            if not step.sequences:
+            if step.is_empty:
                 self._report_ended(step)
                 return True
         try:
@@ -137,7 +137,7 @@ class StepRunner:
         if not self._scheduler.has_work:
             return False
         step = self._scheduler.plan(self._clock())
-        if step.sequences:
+        if not step.is_empty:
             self._submitted.append((step, self._submit(step.plan)))
             return True
         if self._submitted:

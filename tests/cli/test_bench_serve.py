@@ -82,7 +82,8 @@ REPORTS = [
     "--autoregressive",
 ]
 RUNTIME_CASES = runtime_cases(
-    "use_drafter", "enable_prefix_caching", "num_state_snapshots", "host_cache_bytes", "max_queue_len", "seed"
+    *("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed"),
+    *("host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts"),
 )
 
 

@@ -50,6 +50,9 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "deterministic": (["--deterministic"], True),
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
     "host_cache_bytes": (["--host-cache-bytes", "1MiB"], 1 << 20),
+    "disk_cache_dir": (["--disk-cache-dir", "/disk"], "/disk"),
+    "disk_cache_bytes": (["--disk-cache-bytes", "2GB"], 2 * 10**9),
+    "publish_prompts": (["--publish-prompts"], True),
     "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
     "num_threads": (["--num-threads", "3"], 3),
     "plugin_library": (["--plugin-library", "/p.so"], "/p.so"),
@@ -71,7 +74,17 @@ LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields":
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = ({"use_drafter", "num_state_snapshots", "host_cache_bytes"}, {"kv_cache_free_memory_fraction", "ngram"})
+    apart = (
+        {
+            "use_drafter",
+            "num_state_snapshots",
+            "host_cache_bytes",
+            "disk_cache_dir",
+            "disk_cache_bytes",
+            "publish_prompts",
+        },
+        {"kv_cache_free_memory_fraction", "ngram"},
+    )
     cases = []
     for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]
@@ -265,6 +278,9 @@ DECIDED = (
     "enable_prefix_caching",
     "num_state_snapshots",
     "host_cache_bytes",
+    "disk_cache_dir",
+    "disk_cache_bytes",
+    "publish_prompts",
     "max_queue_len",
     "seed",
     "use_drafter",

@@ -77,6 +77,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "ngram": False,
         "enable_prefix_caching": True,
         "deterministic": False,
+        "publish_prompts": False,
     }
     assert [RuntimeConfig(draft_length=k).max_draft_tokens for k in (None, 0, 5)] == [0, 0, 5]
 
@@ -90,6 +91,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         ("max_queue_len", 1, MAX_INT32),
         ("kv_cache_bytes", 1, None),
         ("host_cache_bytes", 1, None),
+        ("disk_cache_bytes", 1, None),
         ("seed", 0, None),
     ],
 )
@@ -108,6 +110,7 @@ CHANGES = {
     "enable_prefix_caching": False,
     "num_state_snapshots": 2,
     "host_cache_bytes": 1 << 20,
+    "disk_cache_dir": "/disk",
     "use_drafter": False,
     "adaptive_draft_length": True,
     "draft_length": {1: 3},
@@ -118,7 +121,8 @@ EXCLUSIVE = {
     ("kv_cache_bytes", "kv_cache_free_memory_fraction"),
     ("enable_prefix_caching", "num_state_snapshots"),
     ("enable_prefix_caching", "host_cache_bytes"),
-    *(("use_drafter", name) for name in [*CHANGES][6:]),
+    ("enable_prefix_caching", "disk_cache_dir"),
+    *(("use_drafter", name) for name in [*CHANGES][7:]),
 }
 
 

@@ -129,6 +129,9 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
             ("pair", fields, f"0 to {K}, this engine's max_draft_len, found {K + 1}")
             for fields in ({"draft_length": K + 1}, {"draft_length": {1: 1, 2: K + 1}})
         ),
+        ("pair", {"disk_cache_dir": "/disk"}, "host_cache_bytes as well, found none"),
+        ("tensorrt", {"disk_cache_bytes": 9, "host_cache_bytes": 1 << 20}, "disk_cache_dir as well, found none"),
+        ("pair", {"publish_prompts": True}, "disk_cache_dir as well, found none"),
         ("pair", {"num_state_snapshots": 1}, "a target with recurrent layers, found one whose layers all attend"),
         ("pair", {"plugin_library": "p.so"}, "an engine with TensorRT plugins, found one of backend torch"),
         ("tensorrt", {"draft_window": 9}, "an engine of backend torch, found a TensorRT engine"),

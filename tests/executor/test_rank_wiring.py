@@ -166,7 +166,7 @@ def test_a_worker_whose_step_failed_goes_on_only_where_it_is_told(
         raise ValueError(token_ids)
 
     monkeypatch.setattr(worker, "join", lambda options, rank: SimpleNamespace(num_calls=rank))
-    opened = SimpleNamespace(target_logits=failing, has_queue=False)
+    opened = SimpleNamespace(target_logits=failing, has_queue=False, place_files={})
     monkeypatch.setattr(OpenShard, "open", lambda order, ranks: opened)
     worker._serve(pipe)
     said = ["ValueError: (1,)", "ValueError: (2,)"] if goes_on else ["ValueError: (1,)"]

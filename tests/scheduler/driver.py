@@ -101,7 +101,7 @@ class Driver:
     def leave_in_flight(self, leave: Callable[[list[str]], None]) -> None:
         """Let some requests of the newest step leave before anything that runs is committed, which then is."""
         step = self._plan_another()
-        self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
+        self._planned.append((step, None if step.is_empty else self.executor.submit(step.plan)))
         leave([sequence.request_id for sequence in step.sequences])
         self.scheduler.check_integrity()
         self.land()
@@ -131,14 +131,14 @@ class Driver:
         assert not self.scheduler.has_work, "the requests do not come to an end"
 
     def _submit(self) -> bool:
-        """Returns False if the step has no rows; behind another one it is not kept then."""
+        """Returns False if the step is empty; behind another one it is not kept then."""
         step = self.scheduler.plan(self.now)
         self.scheduler.check_integrity()
-        if not step.sequences and self._planned:
+        if step.is_empty and self._planned:
             self.scheduler.abandon()
         else:
-            self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
-        return bool(step.sequences)
+            self._planned.append((step, None if step.is_empty else self.executor.submit(step.plan)))
+        return not step.is_empty
 
     def _commit(self, *, plans_next: bool = False) -> list[TokenEvent]:
         step, handle = self._planned.pop(0)

@@ -39,6 +39,8 @@ SCHEDULER = SchedulerStatistics(
     num_host_pages_kept_now=122,
     num_offloaded_pages=123,
     num_onboarded_pages=124,
+    num_saved_blocks=125,
+    num_loaded_blocks=126,
 )
 NOTHING = Samples().distribution()
 STATISTICS = EngineStatistics(
@@ -103,6 +105,8 @@ def test_each_count_of_the_engine_is_its_own_metric(book, series) -> None:
         "evicted_pages_total": 119,
         "offloaded_pages_total": 123,
         "onboarded_pages_total": 124,
+        "saved_blocks_total": 125,
+        "loaded_blocks_total": 126,
         "ngram_draft_tokens_total": 120,
         "ngram_accepted_tokens_total": 121,
         "failed_steps_total": 205,

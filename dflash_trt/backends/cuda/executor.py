@@ -51,7 +51,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.core.step_plan import StepPlan
+from dflash_trt.core.step_plan import StepHandle, StepPlan
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.compiling import kernels_compiled_alone
@@ -124,7 +124,7 @@ class TorchGpuExecutor:
             page_windows=page_plan.page_windows,
         )
         self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
-        self._host_memory = PageLockedMemory(self._state.paged, self.limits, slots=self._state.slots, device=device)
+        self._host_memory = PageLockedMemory.of(self._state, self.limits, device, is_shared=ranks.num_ranks > 1)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
@@ -192,8 +192,11 @@ class TorchGpuExecutor:
         return executor
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> StagedStep:
+    def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted."""
+        if not plan.rows.num_requests:
+            with self.on_stream():
+                return self._host_memory.copied(plan.page_copies, self._device)
         shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
         with self.on_stream():
@@ -376,6 +379,15 @@ class TorchGpuExecutor:
         return SamplingOutputs(
             **{item.name: getattr(acceptance, item.name) for item in fields(SamplingOutputs)}
         ), drafts
+
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """See EngineExecutor."""
+        return [self._host_memory.bytes_of(place, is_state=is_state)]
+
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """See ShardExecutor."""
+        return self._host_memory.files
 
     def close(self) -> None:
         """Free weights, pages and graphs at once, even if the executor is still referenced. Idempotent."""

@@ -6,6 +6,7 @@ addressing).
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from dflash_trt.backends.host_memory import HostMemory, Parts
 from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import CopyRun, ExecutorLimits
 from dflash_trt.kernels.row_copies_launch import RowCopies
+from dflash_trt.network.state import StepState
 
 
 class PageLockedMemory(HostMemory):
@@ -26,13 +28,18 @@ class PageLockedMemory(HostMemory):
         *,
         slots: Sequence[Tensor] = (),
         device: torch.device,
+        is_shared: bool = False,
     ) -> None:
-        super().__init__(paged, limits, slots=slots, is_page_locked=device.type == "cuda")
+        super().__init__(paged, limits, slots=slots, is_page_locked=device.type == "cuda", is_shared=is_shared)
         self._copies = {
             (group, is_onboard): _copies(parts, device, is_onboard=is_onboard)
             for group, parts in self._parts.items()
             for is_onboard in (False, True)
         }
+
+    @classmethod
+    def of(cls, state: StepState[Tensor], limits: ExecutorLimits, device: torch.device, *, is_shared: bool) -> Self:
+        return cls(state.paged, limits, slots=state.slots, device=device, is_shared=is_shared)
 
     def warm_up(self) -> None:
         """Compile the kernel, while all pages are empty."""

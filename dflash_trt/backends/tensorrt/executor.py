@@ -31,7 +31,7 @@ from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.logit_rules import LOGIT_RULE_FIELDS
 from dflash_trt.core.logprobs import LOGPROBS_FIELDS
 from dflash_trt.core.sampling import GRAMMAR_FIELDS
-from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -70,7 +70,9 @@ class TensorRTExecutor:
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
         )
-        self._host_memory = HostMemory(self.state.paged, limits, is_page_locked=device.type == "cuda")
+        self._host_memory = HostMemory(
+            self.state.paged, limits, is_page_locked=device.type == "cuda", is_shared=spec.mapping.tp_size > 1
+        )
         self.graphs = GraphCache(capture)
         contexts.bind(self._buffers.tensors | self.state.tensors)
         if device.type == "cuda":
@@ -151,12 +153,15 @@ class TensorRTExecutor:
                     self._enqueue(shape)
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> StagedStep:
+    def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted.
 
         An engine with a drafter always drafts at least one token.
         """
         check_plan(plan, self.limits)
+        if not plan.rows.num_requests:
+            with self._on_stream():
+                return self._host_memory.copied(plan.page_copies, self._buffers.device)
         given = self._with_drafts(plan)
         shape = verify_block_shape(given, self.limits)
         self._buffers.staging.stage(given, shape)
@@ -169,6 +174,15 @@ class TensorRTExecutor:
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
         return StagedStep(result, started)
+
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """See EngineExecutor."""
+        return [self._host_memory.bytes_of(place, is_state=is_state)]
+
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """See ShardExecutor."""
+        return self._host_memory.files
 
     def close(self) -> None:
         """Free engine, contexts and pages on the device at once, even if the executor is still referenced.

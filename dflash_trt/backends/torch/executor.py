@@ -116,7 +116,9 @@ class TorchExecutor:
             page_windows=page_plan.page_windows,
         )
         self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
-        self._host_memory = HostMemory(self._state.paged, self.limits, slots=self._state.slots)
+        self._host_memory = HostMemory(
+            self._state.paged, self.limits, slots=self._state.slots, is_shared=ranks.num_ranks > 1
+        )
         self._context = deferred_context(
             self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
         )
@@ -163,6 +165,8 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         check_plan(plan, self.limits)
         self._copy_pages(plan.page_copies)
+        if not plan.rows.num_requests:
+            return StepResult.of_no_rows()
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
         self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
@@ -200,6 +204,15 @@ class TorchExecutor:
             inputs = step_inputs(batch, page_windows=self.limits.page_windows)
             logits.append(sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state))
         return torch.cat(logits)
+
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """See EngineExecutor."""
+        return [self._host_memory.bytes_of(place, is_state=is_state)]
+
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """See ShardExecutor."""
+        return self._host_memory.files
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""

@@ -7,9 +7,10 @@ collectives of the network communicate.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -63,9 +64,18 @@ class RankedExecutor:
     The workers end with `close`, with the garbage collection of this object, and with the program.
     """
 
-    def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
-        """Made by `open_ranks`. `num_threads` counts per rank."""
+    def __init__(
+        self,
+        local: ShardExecutor,
+        ranks: ProcessRanks,
+        workers: RankWorkers,
+        *,
+        num_threads: int,
+        places: Sequence[Mapping[bool, mmap]] = (),
+    ) -> None:
+        """Made by `open_ranks`. `num_threads` counts per rank; `places` are the host tier's of ranks 1, 2, ..."""
         self._local = local
+        self._places = places
         self._num_threads = num_threads
         self._ranks = ranks
         self._workers = workers
@@ -124,6 +134,12 @@ class RankedExecutor:
             return self._finish(lambda: logits)
 
         return run
+
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """See EngineExecutor."""
+        own = self._local.place_bytes(place, is_state)
+        num_places = self.limits.num_host_snapshots if is_state else self.limits.num_host_pages
+        return [*own, *(_part(memory[is_state], place, num_places) for memory in self._places)]
 
     def close(self) -> None:
         """End the workers, and free this rank's weights and pages. Calling it again does nothing."""
@@ -274,7 +290,7 @@ def _start(
     options = order.options
     for rank in range(1, options.num_ranks):
         workers.start(replace(order, rank=rank))
-    _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
+    _expect(workers, Awake, timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
     if options.config.device == "cuda":  # NCCL polls its store
         workers.when_one_ends(ranks.abort)
@@ -283,16 +299,33 @@ def _start(
     workers.at_end.append(ranks.close)
     local = open_local(ranks, options)
     workers.at_end.insert(0, local.close)  # CUDA graphs go before the group that they use
-    _expect(workers, Opened(), timeout_s=options.load_timeout_s)
+    opened = _expect(workers, Opened, timeout_s=options.load_timeout_s)
+    files = [report.place_files for report in opened if isinstance(report, Opened)]
+    places = [_mapped(*worker) for worker in zip(workers.process_ids, files, strict=True)]
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"
-    return RankedExecutor(local, ranks, workers, num_threads=num_threads)
+    return RankedExecutor(local, ranks, workers, num_threads=num_threads, places=places)
 
 
-def _expect(workers: RankWorkers, expected: Report, *, timeout_s: float) -> None:
+def _mapped(process_id: int, place_files: Mapping[bool, int]) -> dict[bool, mmap]:
+    """The memory of a worker's places, which is a file without a name."""
+    found = {}
+    for is_state, descriptor in place_files.items():
+        with open(f"/proc/{process_id}/fd/{descriptor}", "r+b") as file:
+            found[is_state] = mmap(file.fileno(), 0)
+    return found
+
+
+def _part(memory: mmap, place: int, num_places: int) -> memoryview:
+    size = len(memory) // num_places
+    return memoryview(memory)[place * size : (place + 1) * size]
+
+
+def _expect(workers: RankWorkers, expected: type[Report], *, timeout_s: float) -> Reports:
     reports = workers.receive(timeout_s)
-    if any(report != expected for report in reports):
+    if not all(isinstance(report, expected) for report in reports):
         raise explained_failure(reports, None)
+    return reports
 
 
 def _check(engine: EngineDir, device: Device) -> None:

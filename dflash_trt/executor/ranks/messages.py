@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Final
 
@@ -104,7 +104,7 @@ class Awake:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    pass
+    place_files: dict[bool, int] = field(default_factory=dict)  # see ShardExecutor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,11 @@ class ShardExecutor(EngineExecutor, Protocol):
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """Descriptors of the host tier's memory, which rank 0 maps: of pages, and with True of snapshots."""
+        ...
+
 
 def join(options: ShardOptions, rank: int) -> ProcessRanks:
     """Join the process group, on the rank's GPU. Raises ExchangeError if other ranks do not join."""

@@ -66,7 +66,7 @@ def _serve(pipe: Connection[object, Order]) -> None:
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
         return
-    pipe.send(Opened())
+    pipe.send(Opened(executor.place_files))
     with Answers(pipe, ranks, ends_after_failure=executor.has_queue) as answers:
         _follow(pipe, executor, answers)
 

@@ -71,3 +71,5 @@ def _counters(statistics: EngineStatistics) -> Iterator[tuple[str, str, int]]:
     yield "dflash_trt:evicted_pages", "Cached pages evicted for new ones", scheduler.num_evicted_pages
     yield "dflash_trt:offloaded_pages", "Evicted pages copied to host memory", scheduler.num_offloaded_pages
     yield "dflash_trt:onboarded_pages", "Pages copied back for a prompt", scheduler.num_onboarded_pages
+    yield "dflash_trt:saved_blocks", "Cached pages and snapshots written to disk", scheduler.num_saved_blocks
+    yield "dflash_trt:loaded_blocks", "Cached pages and snapshots read from disk", scheduler.num_loaded_blocks

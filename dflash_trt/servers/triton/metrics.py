@@ -59,6 +59,8 @@ PREEMPTIONS = _metric("COUNTER", "preemptions_total", "Requests sent back to the
 EVICTED_PAGES = _metric("COUNTER", "evicted_pages_total", "Kept pages given up for new ones")
 OFFLOADED_PAGES = _metric("COUNTER", "offloaded_pages_total", "Evicted pages copied to host memory")
 ONBOARDED_PAGES = _metric("COUNTER", "onboarded_pages_total", "Pages copied back for a prompt")
+SAVED_BLOCKS = _metric("COUNTER", "saved_blocks_total", "Kept pages and snapshots written to disk")
+LOADED_BLOCKS = _metric("COUNTER", "loaded_blocks_total", "Kept pages and snapshots read from disk")
 STEPS = _metric("COUNTER", "steps_total", "Steps of the engine")
 FAILED_STEPS = _metric("COUNTER", "failed_steps_total", "Steps that raised and were run again in parts")
 
@@ -134,6 +136,8 @@ class MetricBook:
                 EVICTED_PAGES: scheduler.num_evicted_pages,
                 OFFLOADED_PAGES: scheduler.num_offloaded_pages,
                 ONBOARDED_PAGES: scheduler.num_onboarded_pages,
+                SAVED_BLOCKS: scheduler.num_saved_blocks,
+                LOADED_BLOCKS: scheduler.num_loaded_blocks,
                 STEPS: scheduler.num_steps,
                 NGRAM_DRAFT_TOKENS: scheduler.num_ngram_draft_tokens,
                 NGRAM_ACCEPTED_TOKENS: scheduler.num_ngram_accepted_tokens,

@@ -431,6 +431,8 @@ SERIES = {
     "host_pages_kept": SCHEDULER.num_host_pages_kept_now,
     "offloaded_pages_total": SCHEDULER.num_offloaded_pages,
     "onboarded_pages_total": SCHEDULER.num_onboarded_pages,
+    "saved_blocks_total": SCHEDULER.num_saved_blocks,
+    "loaded_blocks_total": SCHEDULER.num_loaded_blocks,
 }
 SPECULATION = {
     "trtllm:spec_accept_length": SCHEDULER.num_emitted_by_verify / SCHEDULER.num_verify_blocks,

@@ -1,0 +1,229 @@
+"""Blocks of the prefix cache on their way to and from a store, in threads beside the engine loop.
+
+To the store go blocks that have come to the host's tier. From it come those that a new request may begin with: the
+request is set aside until they are there, or are not. All methods are called under the engine's lock.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final, Protocol, TypeVar
+
+from dflash_trt.core.request import Request
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.stored_prefixes import Block, StoredPrefixes, Transfer
+
+_NUM_READERS: Final = 2  # threads, which requests wait for; one more writes, for which nobody waits
+_NICENESS: Final = 10  # of that one: it has the time that is left
+_PART_OF_PLACES: Final = 4  # at most this part of the places is being saved
+_WEIGHT: Final = 0.2  # of the newest rate in an average
+_HOPE: Final = 1.1  # a store that was too slow is tried again after some requests
+
+_T = TypeVar("_T")
+
+_LOG = logging.getLogger(__name__)
+
+PlaceBytes = Callable[[int, bool], list[memoryview]]  # of a place, and whether it is a snapshot's; on each rank
+
+
+class PrefixStore(Protocol):
+    """Thread-safe."""
+
+    def knows(self, block: Block) -> bool:
+        """True if it surely has the block, or had; quick."""
+        ...
+
+    def find(self, key: bytes) -> list[Block]: ...
+
+    def read(self, block: Block, parts: Sequence[memoryview]) -> bool: ...
+
+    def write(self, block: Block, parts: Sequence[bytes]) -> bool: ...
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Load:
+    """A request that is set aside, and the blocks that it waits for."""
+
+    request: Request
+    transfers: list[Transfer] = field(default_factory=list)
+    num_bytes: int = 0
+    era: int = 0
+    followers: "list[_Load]" = field(default_factory=list)  # wait for the same blocks
+
+    @property
+    def names(self) -> set[tuple[bytes, bool]]:
+        return {transfer.block.name for transfer in self.transfers}
+
+
+class PrefixTransfers:
+    """Between a scheduler's host tier and a store. `wake` makes the engine loop call `advance`, from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        prefixes: StoredPrefixes,
+        store: PrefixStore,
+        *,
+        place_bytes: PlaceBytes,
+        wake: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._store = store
+        self._place_bytes = place_bytes
+        self._wake = wake
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dflash-prefixes-in")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dflash-prefixes-out", initializer=_give_way)
+        self._done: deque[Callable[[], None]] = deque()
+        self._loads: list[_Load] = []  # that read
+        self._num_aside = 0
+        self._num_saving = 0
+        self._era = 0  # of the executor
+        self._read_rate: float | None = None  # bytes per second
+
+    @property
+    def is_waited_for(self) -> bool:
+        """A request is set aside."""
+        return self._num_aside > 0
+
+    @property
+    def has_news(self) -> bool:
+        """`advance` has something to do."""
+        return bool(self._done)
+
+    def begin(self, request: Request) -> None:
+        """Set a request aside that was queued just now, if the store may have more of its prompt than the engine."""
+        if request.sampling.prompt_logprobs is None and self._is_incomplete(request):
+            self._num_aside += 1
+            self._scheduler.set_aside(request.request_id)
+            self._look(_Load(request=request))
+
+    def advance(self) -> None:
+        """Do what follows transfers that have ended, and begin to save what has come to the host's tier."""
+        while self._done:
+            self._done.popleft()()
+        most = max(1, self._prefixes.num_places // _PART_OF_PLACES)
+        for node, block in self._prefixes.arrivals():
+            if self._num_saving < most and not self._store.knows(block):
+                self._save(self._prefixes.begin_saving(node, block))
+
+    def lose_device(self, place_bytes: PlaceBytes) -> None:
+        """The places are gone with what they held; others are there."""
+        self._era += 1
+        self._place_bytes = place_bytes
+
+    def close(self) -> None:
+        """Wait for the transfers that have begun."""
+        self._readers.shutdown()
+        self._writer.shutdown()
+
+    # To the store
+
+    def _save(self, transfer: Transfer) -> None:
+        parts, era = self._place_bytes(transfer.place, transfer.block.is_state), self._era
+        self._num_saving += 1
+
+        def write() -> bool:
+            return self._store.write(transfer.block, [bytes(part) for part in parts])
+
+        def saved(is_saved: bool | None) -> None:
+            self._num_saving -= 1
+            if era == self._era:
+                self._prefixes.end_saving(transfer, is_saved=bool(is_saved))
+
+        self._start(self._writer, write, saved)
+
+    # From the store
+
+    def _is_incomplete(self, request: Request) -> bool:
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        return self._prefixes.num_known(tokens, salt=salt) < self._prefixes.num_blocks(tokens)
+
+    def _look(self, load: _Load) -> None:
+        """Ask the store for the blocks of a prompt that the engine does not have."""
+        tokens, salt = load.request.prompt_token_ids, load.request.cache_salt
+        start = self._prefixes.num_known(tokens, salt=salt)
+        keys = self._prefixes.keys(tokens, salt=salt)[start:]
+
+        def find() -> list[list[Block]]:
+            return list(takewhile(bool, map(self._store.find, keys)))
+
+        self._start(self._readers, find, lambda found: self._found(load, start, found or []))
+
+    def _found(self, load: _Load, start: int, found: list[list[Block]]) -> None:
+        names = {block.name for blocks in found for block in blocks}
+        other = next((other for other in self._loads if names & other.names), None)
+        if other is not None:
+            other.followers.append(load)
+            return
+        tokens, salt = load.request.prompt_token_ids, load.request.cache_salt
+        load.transfers = self._prefixes.begin_loading(tokens, found, start=start, salt=salt)
+        parts = {transfer: self._place_bytes(transfer.place, transfer.block.is_state) for transfer in load.transfers}
+        load.num_bytes, load.era = sum(len(part) for each in parts.values() for part in each), self._era
+        if not load.transfers or not self._is_faster(load):
+            self._finish(load, frozenset())
+            return
+        self._loads.append(load)
+
+        def read() -> tuple[frozenset[Transfer], float]:
+            started_s = time.perf_counter()
+            come = takewhile(lambda transfer: self._store.read(transfer.block, parts[transfer]), load.transfers)
+            return frozenset(come), time.perf_counter() - started_s
+
+        self._start(self._readers, read, lambda outcome: self._loaded(load, *(outcome or (frozenset(), None))))
+
+    def _is_faster(self, load: _Load) -> bool:
+        """Whether reading takes less time than computing; what is not known yet is tried."""
+        prompt_rate, num_pages = self._scheduler.prompt_rate, sum(not t.block.is_state for t in load.transfers)
+        if prompt_rate is None or self._read_rate is None:
+            return True
+        is_faster = load.num_bytes / self._read_rate < num_pages * self._prefixes.page_size / prompt_rate
+        if not is_faster:
+            self._read_rate *= _HOPE
+        return is_faster
+
+    def _loaded(self, load: _Load, come: frozenset[Transfer], seconds: float | None) -> None:
+        self._loads.remove(load)
+        if seconds and len(come) == len(load.transfers):
+            rate = load.num_bytes / seconds
+            self._read_rate = rate if self._read_rate is None else self._read_rate + _WEIGHT * (rate - self._read_rate)
+        self._finish(load, come)
+
+    def _finish(self, load: _Load, come: frozenset[Transfer]) -> None:
+        """Cache what has come, and let the request take its turn; its followers look again."""
+        request = load.request
+        if load.era == self._era:
+            self._prefixes.end_loading(
+                request.prompt_token_ids, load.transfers, salt=request.cache_salt, has_come=come.__contains__
+            )
+        self._num_aside -= 1
+        self._scheduler.take_up(request.request_id)
+        for follower in load.followers:
+            self._look(follower)
+
+    def _start(self, threads: ThreadPoolExecutor, act: Callable[[], _T], then: Callable[[_T | None], None]) -> None:
+        """Act in a thread, then in the engine's; with None if it failed."""
+
+        def run() -> None:
+            result = None
+            try:
+                result = act()
+            except Exception:  # noqa: BLE001 - a miss
+                _LOG.exception("a transfer of cached prefixes failed")
+            self._done.append(lambda: then(result))
+            self._wake()
+
+        threads.submit(run)
+
+
+def _give_way() -> None:
+    """The calling thread gives way to others where there are more than cores; Linux has a priority for each."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

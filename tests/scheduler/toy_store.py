@@ -1,0 +1,63 @@
+"""A store of blocks, and transfers that begin and end when the test says so."""
+
+from dflash_trt.core.request import Request
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.stored_prefixes import Block, Transfer
+from tests.fake_executor import Content, FakeExecutor
+
+
+class ToyStore:
+    """Of one engine after another, which `attach` names."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[bytes, bool], tuple[Block, Content]] = {}
+        self.saving: list[tuple[Transfer, Content]] = []
+        self.loading: list[tuple[Request, list[Transfer]]] = []
+
+    def attach(self, scheduler: Scheduler, executor: FakeExecutor, *, publishes_all: bool = False) -> None:
+        """Of what was on its way for another engine nothing comes any more."""
+        self.saving, self.loading = [], []
+        self._scheduler, self._host = scheduler, executor.host
+        self.prefixes = scheduler.stored_prefixes(b"toy", publishes_all=publishes_all)
+
+    def begin_saving(self) -> None:
+        for node, block in self.prefixes.arrivals():
+            transfer = self.prefixes.begin_saving(node, block)
+            self.saving.append((transfer, self._content(transfer)))
+
+    def end_saving(self, index: int, *, is_saved: bool = True) -> None:
+        transfer, content = self.saving.pop(index)
+        assert self._content(transfer) == content, "a place changed while it was read"
+        if is_saved:
+            self.blocks[transfer.block.name] = (transfer.block, content)
+        self.prefixes.end_saving(transfer, is_saved=is_saved)
+
+    def begin_loading(self, request: Request) -> None:
+        """The request waits until `end_loading`."""
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        start = self.prefixes.num_known(tokens, salt=salt)
+        found = [
+            [self.blocks[key, kind][0] for kind in (False, True) if (key, kind) in self.blocks]
+            for key in self.prefixes.keys(tokens, salt=salt)[start:]
+        ]
+        transfers = self.prefixes.begin_loading(tokens, found, start=start, salt=salt)
+        for transfer in transfers:  # as a file that is read bit by bit
+            is_state = transfer.block.is_state
+            self._host.write(transfer.place, {(-1, 0): {}} if is_state else {(0, 0): [-7]}, is_state=is_state)
+        self._scheduler.set_aside(request.request_id)
+        self.loading.append((request, transfers))
+
+    def end_loading(self, index: int, num_come: int) -> None:
+        """The first `num_come` blocks have come."""
+        request, transfers = self.loading.pop(index)
+        for transfer in transfers[:num_come]:
+            content = self.blocks[transfer.block.name][1]
+            self._host.write(transfer.place, content, is_state=transfer.block.is_state)
+        self.prefixes.end_loading(
+            request.prompt_token_ids, transfers, salt=request.cache_salt, has_come=transfers[:num_come].__contains__
+        )
+        self._scheduler.take_up(request.request_id)
+
+    def _content(self, transfer: Transfer) -> Content:
+        block = transfer.block
+        return self._host.content(transfer.place, is_state=block.is_state, groups=block.groups)

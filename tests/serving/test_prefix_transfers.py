@@ -1,0 +1,197 @@
+"""Requests whose prefix is on its way from a store, and what else happens meanwhile."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from dflash_trt.core.request import Request, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.stored_prefixes import Block
+from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.local_engine import LocalEngine
+from dflash_trt.serving.prefix_directory import PrefixDirectory
+from dflash_trt.serving.stream import RequestStream
+from tests.parity.test_foreign_state import AnyExecutor, open_pair
+from tests.parity.test_host_tier import TALKS
+from tests.serving.engines import WAIT_S, until
+
+PAIR = "experts"
+SAMPLING = SamplingParams(max_new_tokens=5, ignore_eos=True)
+
+
+class GatedDirectory(PrefixDirectory):
+    """Reads wait for the test; `reading` counts them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, name="pair", max_bytes=1 << 26)
+        self.gate = threading.Event()
+        self.reading = 0
+        self.fails = False
+
+    def read(self, block: Block, parts: Sequence[memoryview]) -> bool:
+        self.reading += 1
+        assert self.gate.wait(WAIT_S)
+        if self.fails:
+            raise RuntimeError("a bug of the store")
+        return super().read(block, parts)
+
+
+class Engine:
+    def __init__(self, root: Path, store: PrefixDirectory) -> None:
+        self.executor = open_pair(PAIR, root, None, num_sequences=2, host_bytes=1 << 22)
+        self.scheduler = Scheduler(self.executor.limits)
+        self.loop = EngineLoop(self.executor, self.scheduler)
+        self.loop.keep_prefixes(store, root=b"pair", place_bytes=self.executor.place_bytes)
+
+    def submit(self, name: str, prompt: list[int], **fields: object) -> RequestStream:
+        return self.loop.submit(
+            Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=SAMPLING, **fields)  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair, and a store that has the first two talks."""
+    root = tmp_path_factory.mktemp("pair")
+    engine = Engine(root, PrefixDirectory(root / "store", name="pair", max_bytes=1 << 26))
+    for index in (0, 0, 1, 1):
+        stream = engine.submit("first", TALKS[index])
+        while engine.loop.step():
+            pass
+        stream.result(timeout_s=1)
+    engine.loop.close()
+    return root
+
+
+@pytest.fixture
+def store(root: Path) -> GatedDirectory:
+    return GatedDirectory(root / "store")
+
+
+@pytest.fixture
+def engine(root: Path, store: GatedDirectory) -> Iterator[Engine]:
+    engine = Engine(root, store)
+    engine.loop.start()
+    yield engine
+    store.gate.set()
+    engine.loop.close()
+    engine.loop.check_integrity()
+
+
+def hits(stream: RequestStream) -> int:
+    output = stream.result(timeout_s=WAIT_S)
+    assert output.error is None and len(output.token_ids) == 5
+    return output.statistics.num_prefix_hit_tokens
+
+
+def test_others_run_while_a_prefix_is_on_its_way(engine: Engine, store: GatedDirectory) -> None:
+    waiting = engine.submit("waiting", TALKS[0])
+    until(lambda: store.reading == 1)
+    assert hits(engine.submit("other", TALKS[2])) == 0
+    assert not waiting.is_done and engine.loop.statistics().num_waiting_now == 1
+    store.gate.set()
+    assert hits(waiting) == 28
+    assert engine.loop.statistics().scheduler.num_loaded_blocks == 7  # type: ignore[union-attr]
+
+
+def test_two_requests_for_one_prefix_read_it_once(engine: Engine, store: GatedDirectory) -> None:
+    first = engine.submit("first", TALKS[0])
+    until(lambda: store.reading == 1)
+    second = engine.submit("second", [*TALKS[0], 5])
+    store.gate.set()
+    assert hits(first) == hits(second) == 28
+    assert store.reading == 7
+
+
+def test_a_request_that_is_cancelled_leaves_what_was_read_to_others(engine: Engine, store: GatedDirectory) -> None:
+    stream = engine.submit("cancelled", TALKS[0])
+    until(lambda: store.reading == 1)
+    engine.loop.cancel("cancelled")
+    assert stream.result(timeout_s=WAIT_S).finish_reason == "cancelled"
+    store.gate.set()
+    until(lambda: engine.loop.statistics().scheduler.num_loaded_blocks == 7)  # type: ignore[union-attr]
+    assert hits(engine.submit("next", TALKS[0])) == 28
+    assert store.reading == 7
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_store_that_fails_costs_a_hit_and_no_request(engine: Engine, store: GatedDirectory, fails: bool) -> None:
+    store.fails = fails
+    stream = engine.submit("unlucky", TALKS[1])
+    until(lambda: store.reading == 1)
+    if not fails:  # the third page is damaged
+        keys = engine.scheduler.stored_prefixes(b"pair").keys(TALKS[1], salt="")
+        path = store._path(keys[2], is_state=False)
+        path.write_bytes(path.read_bytes()[:-1])
+    store.gate.set()
+    assert hits(stream) == (0 if fails else 8)
+
+
+def test_reading_is_left_where_computing_is_faster(engine: Engine, store: GatedDirectory) -> None:
+    store.gate.set()
+    assert hits(engine.submit("first", TALKS[0])) == 28
+    transfers = engine.loop._transfers
+    assert transfers is not None and engine.scheduler.prompt_rate is None, "of no step yet that computed a prompt"
+    assert hits(engine.submit("prompt", TALKS[3])) == 0
+    assert engine.scheduler.prompt_rate is not None and transfers._read_rate is not None
+    transfers._read_rate = 1.0  # bytes per second
+    assert hits(engine.submit("slow", TALKS[1])) == 0
+    assert store.reading == 7 and transfers._read_rate > 1.0
+    transfers._read_rate = 1e12
+    assert hits(engine.submit("again", TALKS[1])) == 28, "which the engine has by now"
+
+
+def test_prompt_log_probabilities_need_every_token(engine: Engine, store: GatedDirectory) -> None:
+    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True, prompt_logprobs=0)
+    request = Request(request_id="scored", prompt_token_ids=tuple(TALKS[0]), sampling=sampling)
+    assert hits(engine.loop.submit(request)) == 0 and store.reading == 0
+
+
+def test_a_lost_device_takes_its_places_along(root: Path, store: GatedDirectory) -> None:
+    """What was on its way goes to memory that nobody uses any more; the request is computed by the next executor."""
+    engine = Engine(root, store)
+
+    def reopened() -> AnyExecutor:
+        return open_pair(PAIR, root, None, num_sequences=2, host_bytes=1 << 22)
+
+    config = RuntimeConfig(overlap_scheduling=False)
+    local = LocalEngine(engine.executor, config, engine.scheduler, open_executor=reopened)  # type: ignore[arg-type]
+    local.keep_prefixes(store, root=b"pair", place_bytes=engine.executor.place_bytes)
+    engine.loop = local
+    local.start()
+    waiting = engine.submit("waiting", TALKS[0])
+    until(lambda: store.reading == 1)
+    with (
+        patch.object(type(engine.executor), "submit", side_effect=RuntimeError("an illegal access")),
+        patch.object(type(engine.executor), "can_retry", new=False),
+    ):
+        lost = engine.submit("lost", TALKS[2]).result(timeout_s=WAIT_S)
+    assert lost.error is not None and "an illegal access" in lost.error
+    store.gate.set()
+    assert hits(waiting) == 0
+    assert hits(engine.submit("next", TALKS[1])) == 28, "into the new places"
+    local.close()
+    local.check_integrity()
+
+
+def test_closing_ends_requests_that_wait_for_their_prefix(root: Path, store: GatedDirectory) -> None:
+    engine = Engine(root, store)
+    engine.loop.start()
+    stream = engine.submit("waiting", TALKS[0])
+    until(lambda: store.reading == 1)
+    threading.Timer(0.1, store.gate.set).start()
+    engine.loop.close()
+    assert stream.result(timeout_s=WAIT_S).finish_reason == "cancelled"
+
+
+def test_draining_serves_them(root: Path, store: GatedDirectory) -> None:
+    engine = Engine(root, store)
+    engine.loop.start()
+    stream = engine.submit("waiting", TALKS[0])
+    threading.Timer(0.1, store.gate.set).start()
+    engine.loop.close(drains=True)
+    assert hits(stream) == 28
