@@ -43,15 +43,15 @@ def test_cold_starts_are_compared_at_each_number_of_requests(
     assert all(row.count("|") == title.count("|") for row in rows)
 
 
-def test_conversations_come_back_from_host_memory_as_if_they_had_stayed(
-    engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_conversations_come_back_from_host_memory_and_disk_as_if_they_had_stayed(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--conversations", 12, "--turns", 2, "--held", 7, "--rounds", 1]
-    run(host_tier.main, [engine, PROMPTS, *options], monkeypatch)
+    run(host_tier.main, [engine, PROMPTS, *options, "--directory", tmp_path / "prefixes"], monkeypatch)
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
     hits, accepted = [int(row[3].strip(" %")) for row in rows], [row[5] for row in rows]
-    assert hits[::2] == [0, 0, 0] and hits[1] < 30 < hits[3] == hits[5]
-    assert accepted == accepted[:2] * 3
+    assert hits[::2] == [0, 0, 0, 0] and hits[1] < 30 < hits[3] == hits[5] == hits[7]
+    assert accepted == accepted[:2] * 4
 
 
 @pytest.mark.parametrize(
