@@ -25,7 +25,7 @@ class HostTier:
         self._tree = tree
         self.pages, self.snapshots = HostPlaces(num_pages), HostPlaces(num_snapshots)
         self._copies: list[tuple[bool, int, int, int]] = []  # rows of PageCopies
-        self._arrivals: list[tuple[bool, int]] | None = None  # is a snapshot, place
+        self._arrivals: dict[tuple[bool, int], None] | None = None  # is a snapshot, place; in order
         self.publishes_all = False  # for a store: what is computed, too
         self.num_offloaded_pages = 0
         self.num_onboarded_pages = 0
@@ -97,7 +97,7 @@ class HostTier:
         for is_onboard, group, place in zip(*columns, strict=True):
             self._places_of(group == SNAPSHOTS).end_copy(place)
             if self._arrivals is not None and not is_onboard:
-                self._arrivals.append((group == SNAPSHOTS, place))
+                self._arrivals[group == SNAPSHOTS, place] = None
 
     # Transfers to and from a store
 
@@ -108,17 +108,18 @@ class HostTier:
 
     def note_arrivals(self, *, publishes_all: bool = False) -> None:
         """Note from now on what `take_arrivals` returns."""
-        self._arrivals, self.publishes_all = [], publishes_all
+        self._arrivals, self.publishes_all = {}, publishes_all
 
     @property
     def notes_arrivals(self) -> bool:
         return self._arrivals is not None
 
-    def take_arrivals(self) -> list[tuple[PrefixNode, bool]]:
-        """Nodes whose pages, or with True whose snapshots, have come to their places for good since the last call."""
-        arrivals, self._arrivals = dict.fromkeys(self._arrivals or ()), []
-        found = []
-        for is_state, place in arrivals:
+    def take_arrivals(self, most: int) -> list[tuple[PrefixNode, bool]]:
+        """Nodes whose pages, or with True whose snapshots, have come to their places for good; at most so many."""
+        found: list[tuple[PrefixNode, bool]] = []
+        while self._arrivals and len(found) < most:
+            is_state, place = next(iter(self._arrivals))
+            del self._arrivals[is_state, place]
             places = self._places_of(is_state)
             node = places.nodes.get(place)
             if node is not None and places.is_quiet(place):

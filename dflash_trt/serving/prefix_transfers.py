@@ -52,6 +52,7 @@ class _Load:
     """A request that is set aside, and the blocks that it waits for."""
 
     request: Request
+    keys: list[bytes] = field(default_factory=list)  # of its prompt
     transfers: list[Transfer] = field(default_factory=list)
     num_bytes: int = 0
     era: int = 0
@@ -110,9 +111,10 @@ class PrefixTransfers:
         while self._done:
             self._done.popleft()()
         most = max(1, self._prefixes.num_places // _PART_OF_PLACES)
-        for node, block in self._prefixes.arrivals():
-            if self._num_saving < most and not self._store.knows(block):
-                self._save(self._prefixes.begin_saving(node, block))
+        while self._num_saving < most and (arrivals := self._prefixes.arrivals(most - self._num_saving)):
+            for node, block in arrivals:
+                if not self._store.knows(block):
+                    self._save(self._prefixes.begin_saving(node, block))
 
     def lose_device(self, place_bytes: PlaceBytes) -> None:
         """The places are gone with what they held; others are there."""
@@ -150,10 +152,10 @@ class PrefixTransfers:
         """Ask the store for the blocks of a prompt that the engine does not have."""
         tokens, salt = load.request.prompt_token_ids, load.request.cache_salt
         start = self._prefixes.num_known(tokens, salt=salt)
-        keys = self._prefixes.keys(tokens, salt=salt)[start:]
 
         def find() -> list[list[Block]]:
-            return list(takewhile(bool, map(self._store.find, keys)))
+            load.keys = load.keys or self._prefixes.keys(tokens, salt=salt)
+            return list(takewhile(bool, map(self._store.find, load.keys[start:])))
 
         self._start(self._readers, find, lambda found: self._found(load, start, found or []))
 
@@ -201,7 +203,7 @@ class PrefixTransfers:
         request = load.request
         if load.era == self._era:
             self._prefixes.end_loading(
-                request.prompt_token_ids, load.transfers, salt=request.cache_salt, has_come=come.__contains__
+                request.prompt_token_ids, load.keys, load.transfers, salt=request.cache_salt, has_come=come.__contains__
             )
         self._num_aside -= 1
         self._scheduler.take_up(request.request_id)

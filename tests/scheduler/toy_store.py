@@ -21,7 +21,7 @@ class ToyStore:
         self.prefixes = scheduler.stored_prefixes(b"toy", publishes_all=publishes_all)
 
     def begin_saving(self) -> None:
-        for node, block in self.prefixes.arrivals():
+        for node, block in self.prefixes.arrivals(1000):
             transfer = self.prefixes.begin_saving(node, block)
             self.saving.append((transfer, self._content(transfer)))
 
@@ -53,9 +53,9 @@ class ToyStore:
         for transfer in transfers[:num_come]:
             content = self.blocks[transfer.block.name][1]
             self._host.write(transfer.place, content, is_state=transfer.block.is_state)
-        self.prefixes.end_loading(
-            request.prompt_token_ids, transfers, salt=request.cache_salt, has_come=transfers[:num_come].__contains__
-        )
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        keys = self.prefixes.keys(tokens, salt=salt)
+        self.prefixes.end_loading(tokens, keys, transfers, salt=salt, has_come=transfers[:num_come].__contains__)
         self._scheduler.take_up(request.request_id)
 
     def _content(self, transfer: Transfer) -> Content:
