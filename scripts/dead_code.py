@@ -30,6 +30,7 @@ ALLOWED: Final = {
     "get_current_*": "Triton's driver",
     "from_args": "Dynamo's engine",
     "kv_event_sources": "Dynamo's engine",
+    "is_quiescent": "Dynamo's engine",
     "register_prometheus": "Dynamo's engine",
     "component_metrics_dp_ranks": "Dynamo's engine",
     "attach_snapshot_publisher": "Dynamo's engine",

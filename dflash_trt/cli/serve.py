@@ -46,6 +46,13 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 @click.option("--replicas", type=click.IntRange(min=1), help="Engines to run, a process each.  [default: 1]")
 @click.option("--gpus", metavar="0,1,...", help="One replica on each of these GPUs, or on each N for N ranks.")
+@click.option(
+    "--prefill-workers",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Replicas that only compute prompts, for the others (with --host-cache-bytes).",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP server.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the HTTP server.")
 @click.option(
@@ -114,6 +121,13 @@ def serve(engine_dir: Path, **options: Any) -> None:
     show_default=True,
     help="How the router is told of the prefix cache; as the front end's.",
 )
+@click.option(
+    "--role",
+    type=click.Choice(("both", "prefill", "decode")),
+    default="both",
+    show_default=True,
+    help="Part of each request: prefill computes prompts for decode workers, which find them in --disk-cache-dir.",
+)
 @_model_options
 @runtime_options()
 @click.pass_context
@@ -137,13 +151,19 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
 
     replicas, gpus = options.pop("replicas"), options.pop("gpus")
     host, port, router_mode = options.pop("host"), options.pop("port"), options.pop("router_mode")
-    migration_limit = options.pop("migration_limit")
+    migration_limit, num_prefill = options.pop("migration_limit"), options.pop("prefill_workers")
     metrics_port = options.pop("metrics_port") or port + 1
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
     settings, engine = _settings(engine_dir, options)
     groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size)
-    num_replicas = len(groups) or replicas or 1
+    num_replicas = len(groups) or replicas or 1 + num_prefill
+    if num_prefill >= num_replicas:
+        expected, found = f"more than {num_prefill} replicas, the others decode", str(num_replicas)
+        raise ConfigError.about("--prefill-workers", expected=expected, found=found, hint="Raise --replicas or --gpus.")
+    if num_prefill and settings.runtime.host_cache_bytes is None:
+        hint = "Prompts go from worker to worker through files, which are read into host memory."
+        raise ConfigError.about("--prefill-workers", expected="--host-cache-bytes as well", found="none", hint=hint)
     if metrics_port + num_replicas > _MAX_METRICS_PORT + 1:
         expected, found = f"ports up to {_MAX_METRICS_PORT}", str(metrics_port + num_replicas - 1)
         raise ConfigError.about("metrics of the replicas", expected=expected, found=found, hint="Pass --metrics-port.")
@@ -151,6 +171,7 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     service = Service(
         worker=settings.model_copy(update={"num_replicas": num_replicas}),
         num_replicas=num_replicas,
+        num_prefill_workers=num_prefill,
         gpus=groups,
         host=host,
         port=port,
@@ -176,11 +197,13 @@ def worker_settings(
     """Raises ConfigError or EngineDirError before anything starts. `options` are further settings fields."""
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import check_drafting
+    from dflash_trt.servers.dynamo.roles import runtime_of
     from dflash_trt.servers.dynamo.settings import WorkerSettings, card_source
 
     engine = EngineDir.open(engine_dir)
     card_source(engine)
     check_drafting(engine, runtime)
+    runtime_of(options.get("role", "both"), runtime)
     name = model_name or engine_dir.resolve().name
     return WorkerSettings(engine_dir=engine_dir.resolve(), runtime=runtime, model_name=name, **options), engine
 

@@ -67,6 +67,11 @@ class HostPlaces:
     def forget_copies(self) -> None:
         self._num_copies.clear()
 
+    @property
+    def are_quiet(self) -> bool:
+        """No copy of an uncommitted step touches any."""
+        return not self._num_copies
+
     def is_quiet(self, place: int) -> bool:
         """No copy of an uncommitted step touches it."""
         return place not in self._num_copies

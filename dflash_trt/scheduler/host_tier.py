@@ -114,6 +114,11 @@ class HostTier:
     def notes_arrivals(self) -> bool:
         return self._arrivals is not None
 
+    @property
+    def has_arrivals(self) -> bool:
+        """There are some, or copies that may bring some."""
+        return bool(self._arrivals) or not (self.pages.are_quiet and self.snapshots.are_quiet)
+
     def take_arrivals(self, most: int) -> list[tuple[PrefixNode, bool]]:
         """Nodes whose pages, or with True whose snapshots, have come to their places for good; at most so many."""
         found: list[tuple[PrefixNode, bool]] = []

@@ -78,6 +78,11 @@ class StoredPrefixes:
 
     # To a store
 
+    @property
+    def has_arrivals(self) -> bool:
+        """There are some that `arrivals` has not returned, or copies that may bring some."""
+        return self._host.has_arrivals
+
     def arrivals(self, most: int) -> list[tuple[PrefixNode, Block]]:
         """Blocks that have come to the host's tier, or have now pages of more groups there; at most so many at once."""
         found: list[tuple[PrefixNode, Block]] = []

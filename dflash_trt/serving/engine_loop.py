@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import finalize
 
@@ -190,6 +190,16 @@ class EngineLoop:
         """
         prefixes = self._scheduler.stored_prefixes(root, publishes_all=publishes_all)
         self._transfers = PrefixTransfers(self._scheduler, prefixes, store, place_bytes=place_bytes, wake=self._wake)
+
+    def prefix_keys(self, token_ids: Sequence[int], *, salt: str) -> list[bytes]:
+        """Keys of the blocks of a prompt in the store, from the first on; none without a store. In any thread."""
+        return [] if self._transfers is None else self._transfers.keys(token_ids, salt=salt)
+
+    def has_kept(self, keys: Sequence[bytes]) -> bool:
+        """True if the store has the pages of these blocks, or nothing is on its way there any more."""
+        with self._lock:
+            transfers = self._transfers
+            return transfers is None or transfers.has_saved(keys) or transfers.is_idle
 
     def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:
         """Tell `watcher` of every page that the prefix cache stores or evicts, until it is None again."""

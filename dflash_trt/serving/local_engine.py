@@ -41,6 +41,7 @@ class LocalEngine(EngineLoop):
         super().__init__(executor, scheduler, overlaps=bool(config.overlap_scheduling), reopen=self._replace_executor)
         self._open_executor = open_executor
         self.config = config
+        self.prefix_root: str | None = None  # what the blocks of `disk_cache_dir` are for
         self.page_plan = executor.page_plan
         self._executor = executor
 
@@ -124,7 +125,8 @@ def _keep_on_disk(local: LocalEngine, engine: EngineDir, config: RuntimeConfig, 
     kind = {"engine": manifest.model_dump(mode="json"), "device": config.device, "drafter": config.use_drafter}
     root = sha256(json.dumps(kind, sort_keys=True).encode()).digest()
     directory = Path(config.disk_cache_dir)
-    store = PrefixDirectory.open(directory, name=root.hex()[:16], max_bytes=config.disk_cache_bytes)
+    local.prefix_root = root.hex()[:16]
+    store = PrefixDirectory.open(directory, name=local.prefix_root, max_bytes=config.disk_cache_bytes)
     local.keep_prefixes(store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts)
 
 

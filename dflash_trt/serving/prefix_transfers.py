@@ -99,6 +99,19 @@ class PrefixTransfers:
         """`advance` has something to do."""
         return bool(self._done)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way to the store."""
+        return not self._num_saving and not self._prefixes.has_arrivals
+
+    def keys(self, token_ids: Sequence[int], *, salt: str) -> list[bytes]:
+        """See `StoredPrefixes.keys`."""
+        return self._prefixes.keys(token_ids, salt=salt)
+
+    def has_saved(self, keys: Sequence[bytes]) -> bool:
+        """The store has the pages of these blocks."""
+        return all(self._store.knows(Block(key=key, is_state=False, groups=1)) for key in keys)
+
     def begin(self, request: Request) -> None:
         """Set a request aside that was queued just now, if the store may have more of its prompt than the engine."""
         if request.sampling.prompt_logprobs is None and self._is_incomplete(request):

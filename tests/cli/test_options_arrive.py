@@ -534,7 +534,27 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     assert (service.port, service.first_metrics_port) == (8000, 8001)
     assert service.frontend_arguments[:2] == ("--router-mode", "kv")
     more = [["dir", "--replicas", "3", *words, *runtime] for runtime, _ in cases]
-    assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1"]) == {"engine_dir"}
+    apart = ["--prefill-workers", "2", "--host-cache-bytes", "1MiB"]
+    for replicas, num_replicas in (([], 3), (["--replicas", "5"], 5), (["--gpus", "0,1,2,3"], 4)):
+        assert invoke("serve", engine_dir, *apart, *replicas).stderr == "error: recorded\n"
+        service = supervisor.arguments["service"]
+        assert (service.num_prefill_workers, service.num_replicas) == (2, num_replicas)
+    assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1", *apart]) == {"engine_dir"}
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--prefill-workers", "1"], "--prefill-workers: expected --host-cache-bytes as well, found none."),
+        (
+            ["--prefill-workers", "2", "--replicas", "2", "--host-cache-bytes", "1MiB"],
+            "--prefill-workers: expected more than 2 replicas, the others decode, found 2.",
+        ),
+    ],
+)
+def test_prefill_workers_without_what_they_need_are_refused(engine_dir, invoke, words, refusal) -> None:
+    refused = invoke("serve", engine_dir, *words)
+    assert (refused.exit_code, refused.stdout) == (2, "") and refusal in refused.stderr
 
 
 def test_a_replica_has_a_gpu_for_each_of_its_ranks(target, drafter, tmp_path, invoke, monkeypatch) -> None:
@@ -634,8 +654,13 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
             event_plane="nats",
             **OF_MODEL,
         )
+    shared = ["--role", "prefill", "--disk-cache-dir", "/disk", "--host-cache-bytes", "1MiB"]
+    assert invoke("worker", engine_dir, *shared).stderr == "error: recorded\n"
+    assert worker_process.arguments["settings"].role == "prefill"
+    refused = invoke("worker", engine_dir, "--role", "decode")
+    assert refused.exit_code == 2 and "--role decode: expected --disk-cache-dir as well, found none." in refused.stderr
     more = [["dir", *words, *runtime] for runtime, _ in cases]
-    assert options_never_set(worker, ["dir"], *more) == {"engine_dir"}
+    assert options_never_set(worker, ["dir"], *more, ["dir", *shared]) == {"engine_dir"}
 
 
 def test_every_command_with_options_is_here() -> None:

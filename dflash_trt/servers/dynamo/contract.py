@@ -18,6 +18,7 @@ from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, 
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.common.backend.run import run
+from dynamo.common.constants import DisaggregationMode
 from dynamo.llm.exceptions import HttpError, InvalidArgument
 
 from dflash_trt.core.errors import ConfigError, QueueFullError, RequestError, problem, raise_all
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 
 _TOO_MANY_REQUESTS = 429
+_MODES = {
+    "both": DisaggregationMode.AGGREGATED,
+    "prefill": DisaggregationMode.PREFILL,
+    "decode": DisaggregationMode.DECODE,
+}
 
 
 def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
@@ -105,6 +111,10 @@ class DynamoEngine(LLMEngine):
         self._events.close()
         await asyncio.to_thread(self._service.close)
 
+    async def is_quiescent(self) -> bool | None:
+        """Blocks of a prefill worker are in files before its request ends."""
+        return True
+
     async def kv_event_sources(self) -> list[KvEventSource]:
         return [PushSource(on_ready=self._events.publish_to, dp_rank=0)]
 
@@ -144,7 +154,9 @@ def run_worker(settings: WorkerSettings) -> int:
     engine = EngineDir.open(settings.engine_dir)
     card = settings.card or shared_card(engine)
     events = PrefixEvents()
-    service, limits = open_service(engine, settings.runtime, events, num_replicas=settings.num_replicas)
+    service, limits = open_service(
+        engine, settings.runtime, events, num_replicas=settings.num_replicas, role=settings.role
+    )
     worker = DynamoEngine(service, limits, events, settings, card)
     serve(worker, worker_config(settings, card))
     return ExitCode.DONE if worker.failure is None else ExitCode.ENGINE_LOST
@@ -162,6 +174,8 @@ def serve(worker: DynamoEngine, config: WorkerConfig) -> None:
 def worker_config(settings: WorkerSettings, card: Path) -> WorkerConfig:
     return WorkerConfig(
         namespace=settings.namespace,
+        component="prefill" if settings.role == "prefill" else "backend",
+        disaggregation_mode=_MODES[settings.role],
         model_name=str(card),
         served_model_name=settings.model_name,
         endpoint_types="chat,completions" if has_chat_template(card) else "completions",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.servers.dynamo.request_fields import Order, read_request
 from dflash_trt.servers.dynamo.responses import response
+from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
 from dflash_trt.servers.dynamo.settings import sampling_defaults
 
 if TYPE_CHECKING:
@@ -37,8 +38,11 @@ class RegisteredLimits:
 class EngineService:
     """Owns the generator. `sampling_defaults` are for requests that do not say."""
 
-    def __init__(self, generator: Generator, *, sampling_defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, generator: Generator, *, sampling_defaults: Mapping[str, Any], hand_over: HandOver | None = None
+    ) -> None:
         self._generator = generator
+        self._hand_over = hand_over
         self._defaults = sampling_defaults
         self._streams: dict[str, RequestStream] = {}  # by the front end's id
 
@@ -58,14 +62,18 @@ class EngineService:
             RequestError: the request is refused.
             RuntimeError: it failed.
         """
-        limits = self._generator.limits
+        limits, hand_over = self._generator.limits, self._hand_over
+        request = request if hand_over is None else hand_over.taken(request)
         order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
         stream = await self._submit(order)
         self._streams[request_id] = stream
         try:
             while chunks := await stream.take_steps_async():
                 for chunk in chunks:
-                    yield response(chunk, max_draft_len=limits.max_draft_len, has_logprobs=order.sampling.logprobs)
+                    item = response(chunk, max_draft_len=limits.max_draft_len, has_logprobs=order.sampling.logprobs)
+                    if hand_over is not None and "finish_reason" in item:
+                        item |= await hand_over.given(order.prompt_token_ids, salt=order.cache_salt)
+                    yield item
                 if is_stopped():
                     return
         finally:
@@ -111,7 +119,7 @@ def _cancel_stream(submitting: asyncio.Future[RequestStream]) -> None:
 
 
 def open_service(
-    engine: EngineDir, runtime: RuntimeConfig, watcher: PrefixWatcher, *, num_replicas: int = 1
+    engine: EngineDir, runtime: RuntimeConfig, watcher: PrefixWatcher, *, num_replicas: int = 1, role: Role = "both"
 ) -> tuple[EngineService, RegisteredLimits]:
     """Open an engine; `watcher` is told of its prefix cache. On a CPU, `num_replicas` divide the memory.
 
@@ -124,7 +132,7 @@ def open_service(
 
     if engine.manifest.backend == "tensorrt_llm":
         return _open_foreign(engine, runtime)
-    config = checked_config(engine, runtime)
+    config = checked_config(engine, runtime_of(role, runtime))
     if config.device == "cpu" and all(getattr(config, name) is None for name in KV_BUDGET):
         config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
     reader = open_request_reader(engine)
@@ -132,7 +140,8 @@ def open_service(
     local.watch_prefixes(watcher)
     generator = Generator(local, reader, eos_token_ids=engine.manifest.target.eos_token_ids, seed=config.seed)
     limits = local.limits
-    return EngineService(generator, sampling_defaults=sampling_defaults(engine)), RegisteredLimits(
+    hand_over = None if role == "both" else HandOver(role, local)
+    return EngineService(generator, sampling_defaults=sampling_defaults(engine), hand_over=hand_over), RegisteredLimits(
         max_batch_size=limits.max_batch_size,
         max_seq_len=limits.max_seq_len,
         max_num_tokens=limits.max_num_tokens,

@@ -18,6 +18,7 @@ from dflash_trt.core.frozen import Frozen
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir.manifest import TOKENIZER_DIR
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME, TEMPLATE_NAME, StoredTokenizer
+from dflash_trt.servers.dynamo.roles import Role
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -35,6 +36,7 @@ class WorkerSettings(Frozen):
     runtime: RuntimeConfig = RuntimeConfig()
     model_name: str
     num_replicas: int = 1
+    role: Role = "both"
     namespace: str = "dynamo"
     discovery_backend: Literal["file", "etcd", "kubernetes"] = "file"
     request_plane: Literal["tcp", "nats"] = "tcp"

@@ -50,11 +50,13 @@ class ServiceError(DFlashError):
 class Service:
     """Processes to start. Worker i runs on `gpus[i]`, if any; its metrics are on `first_metrics_port` + i.
 
-    The processes write to `log_file`, by default to standard error.
+    The first `num_prefill_workers` of the replicas compute prompts for the others, in a directory of the service if
+    `worker` names none. The processes write to `log_file`, by default to standard error.
     """
 
     worker: WorkerSettings
     num_replicas: int = 1
+    num_prefill_workers: int = 0
     gpus: tuple[tuple[int, ...], ...] = ()
     host: str = LOOPBACK
     port: int = 8000
@@ -270,8 +272,17 @@ class Supervisor:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         if service.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(service.gpus[index], environment))
-        task = service.worker.model_copy(update={"id_file": id_file, "card": self._state / "card"})
+        task = self._worker_settings(index).model_copy(update={"id_file": id_file, "card": self._state / "card"})
         return self._make_child(name=f"replica {index}", task=task, environment=environment, id_file=id_file)
+
+    def _worker_settings(self, index: int) -> WorkerSettings:
+        worker, num_prefill = self._service.worker, self._service.num_prefill_workers
+        if not num_prefill:
+            return worker
+        runtime = worker.runtime
+        directory = runtime.disk_cache_dir or str(self._state / "prefixes")
+        role = "prefill" if index < num_prefill else "decode"
+        return worker.model_copy(update={"role": role, "runtime": runtime.replaced(disk_cache_dir=directory)})
 
     def _gateway(self) -> _Child:
         service = self._service

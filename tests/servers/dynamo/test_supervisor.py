@@ -45,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]) -> Any
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(**fields: Any) -> Supervisor:
-        supervisor = Supervisor(Service(worker=WORKER, **fields), log.append)
+        supervisor = Supervisor(Service(**({"worker": WORKER} | fields)), log.append)
         supervisor._state = tmp_path
         return supervisor
 
@@ -69,6 +69,16 @@ def test_each_worker_has_its_port_its_gpus_and_its_share_of_the_cores(make: Any,
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     own = make()._worker(0).environment
     assert own["OMP_NUM_THREADS"] == "5" and "CUDA_VISIBLE_DEVICES" not in own
+
+
+def test_the_first_workers_compute_prompts_for_the_others(make: Any, tmp_path: Path) -> None:
+    service = make(num_replicas=3, num_prefill_workers=2)
+    tasks = [service._worker(index).task for index in range(3)]
+    assert [task.role for task in tasks] == ["prefill", "prefill", "decode"]
+    assert {task.runtime.disk_cache_dir for task in tasks} == {str(tmp_path / "prefixes")}
+    named = WORKER.model_copy(update={"runtime": RuntimeConfig(disk_cache_dir="/shared")})
+    assert make(num_prefill_workers=1, worker=named)._worker(0).task.runtime.disk_cache_dir == "/shared"
+    assert make(worker=named)._worker(0).task.role == "both"
 
 
 def test_the_gateway_stands_before_the_front_end_which_is_on_loopback(make: Any, tmp_path: Path) -> None:
