@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from dflash_trt.core.errors import ConfigError, RequestError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.servers.dynamo.roles import HandOver, runtime_of
 from dflash_trt.serving.llm import LLM
-from tests.servers.dynamo.serving import Server, serving
+from scripts import prefill_apart
+from tests.servers.dynamo.serving import Server, free_ports, serving
 
 PREFILL, DECODE = 0, 1
 LOADED, SAVED = (f"dflash_trt:{name}_blocks_total" for name in ("loaded", "saved"))
@@ -57,6 +59,15 @@ def test_a_decode_worker_goes_on_where_a_prefill_worker_was(demo: Path, offline:
         state = {*tmp_path.glob("dflash-trt-serve-*")}
         assert len(state) == 1 and [*next(iter(state)).glob("prefixes/*/??/*.pages")]
     assert not [*tmp_path.glob("dflash-trt-serve-*")], "nothing is left of the prompts"
+
+
+def test_both_ways_are_measured(demo: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["script", demo, "--seconds", 1, "--rounds", 1, "--port", free_ports(3)]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    prefill_apart.main()
+    rows = [line.split("|") for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in rows] == ["workers", "together", "apart"]
+    assert all(float(cell) > 0 for row in rows[1:] for cell in row[2:-1])
 
 
 def _kill_and_go_on(server: Server, offline: LLM) -> None:
