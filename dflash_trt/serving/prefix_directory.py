@@ -13,6 +13,7 @@ import shutil
 import struct
 import tempfile
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from dflash_trt.scheduler.stored_prefixes import Block
 
 _MAGIC = b"DFP1"
 _HEADER = struct.Struct("<4sIQI")  # magic, groups, bytes that follow, their CRC-32
+_UNFINISHED_S = 3600.0  # nobody writes for so long
 _SUFFIXES = {False: ".pages", True: ".state"}
 
 
@@ -39,10 +41,12 @@ class PrefixDirectory:
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _File] = OrderedDict()  # least recently used first
-        for path in sorted(self._root.glob("??/*.*"), key=lambda path: path.stat().st_mtime_ns):
-            with path.open("rb") as file:
-                header = _header(file.read(_HEADER.size))
-            self._files[path] = _File(path.stat().st_size, 0 if header is None else header[0])
+        found = []
+        for path in self._root.glob("??/*.*"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                found.append((path.stat().st_mtime_ns, path, _known(path)))
+        self._files.update((path, file) for _, path, file in sorted(found))
+        _remove_unfinished(self._root)
         self._num_bytes = sum(file.size for file in self._files.values())
         self._max_bytes = max_bytes or (shutil.disk_usage(self._root).free + self._num_bytes) // 2
 
@@ -157,6 +161,20 @@ class PrefixDirectory:
 class _File(NamedTuple):
     size: int
     groups: int
+
+
+def _known(path: Path) -> _File:
+    with path.open("rb") as file:
+        header = _header(file.read(_HEADER.size))
+    return _File(path.stat().st_size, 0 if header is None else header[0])
+
+
+def _remove_unfinished(root: Path) -> None:
+    """Files of processes that were killed while they wrote."""
+    for path in root.glob(".*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNFINISHED_S:
+                path.unlink()
 
 
 def _header(content: bytes) -> tuple[int, int, int] | None:

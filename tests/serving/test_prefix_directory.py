@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -118,6 +119,22 @@ def test_a_full_disk_and_a_file_that_is_gone_are_misses(store: PrefixDirectory, 
     the_file(tmp_path).unlink()
     assert read(store, block(1)) is None
     assert store.find(block(1).key) == [] and not store.knows(block(1)), "it is written again"
+
+
+def test_what_a_killed_process_left_half_written_goes_after_an_hour(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    for name, age_s in ((".old", 4000), (".new", 10)):
+        path = tmp_path / "engine" / name
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert PrefixDirectory(tmp_path, name="engine").num_bytes == 0
+    assert [path.name for path in (tmp_path / "engine").iterdir()] == [".new"]
+
+
+def test_a_file_that_goes_while_the_directory_is_read_is_none(store: PrefixDirectory, tmp_path: Path) -> None:
+    store.write(block(1), parts_of(1))
+    with patch("dflash_trt.serving.prefix_directory._known", side_effect=FileNotFoundError):
+        assert PrefixDirectory(tmp_path, name="engine").num_bytes == 0
 
 
 def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
