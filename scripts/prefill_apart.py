@@ -26,7 +26,7 @@ SIDES = {
     "together": ("--router-mode", "round-robin"),
     "apart": ("--prefill-workers", "1", "--host-cache-bytes", "256MiB"),
 }
-SHORT, LONG = (64, 48), (1900, 2)  # tokens of prompts and of answers
+SHORT, LONG = (64, 48), (1900, 16)  # tokens of prompts and of answers
 VOCAB_SIZE = 500
 
 

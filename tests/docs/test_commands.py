@@ -63,6 +63,7 @@ NOT_RUN = {
     "python -m scripts.text_stability": "minutes",
     "python -m scripts.ngram_drafts": "minutes",
     "python -m scripts.host_tier": "minutes; tests/simulation/test_scripts.py runs a short one",
+    "python -m scripts.prefill_apart": "minutes; tests/servers/dynamo/test_roles.py runs a short one",
     "python -m scripts.deterministic_cost": "minutes",
     "scripts/quantization_table.py": "minutes",
     "scripts/quantization_memory.py": "minutes, and 6 GB of disk",
