@@ -475,7 +475,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "reasoning_parser": ("qwen3", "reasoning_parser"),
     "model_name": ("m", "served_model_name"),
 }
-OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file"}
+OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role"}
 
 
 def test_every_setting_of_a_worker_reaches_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,10 +491,28 @@ def test_every_setting_of_a_worker_reaches_dynamo(monkeypatch: pytest.MonkeyPatc
             assert found == default | {field: value}, name
 
 
+def test_dynamo_knows_what_a_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "has_chat_template", lambda card: True)
+    roles: dict[str, tuple[str, str]] = {
+        "both": ("backend", "AGGREGATED"),
+        "prefill": ("prefill", "PREFILL"),
+        "decode": ("backend", "DECODE"),
+    }
+    for role, expected in roles.items():
+        settings = WorkerSettings(engine_dir=Path("e"), model_name="m", role=role)  # type: ignore[arg-type]
+        config = worker_config(settings, Path("card"))
+        assert (config.component, config.disaggregation_mode.name) == expected
+
+
 @pytest.mark.parametrize(("failed", "code"), [(None, 0), ("lost", 70)])
 def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code) -> None:
     settings = WorkerSettings(
-        engine_dir=Path("e"), runtime=RuntimeConfig(seed=3), model_name="m", num_replicas=4, card=Path("card")
+        engine_dir=Path("e"),
+        runtime=RuntimeConfig(seed=3),
+        model_name="m",
+        num_replicas=4,
+        role="decode",
+        card=Path("card"),
     )
     asked: dict[str, Any] = {}
 
@@ -515,7 +533,7 @@ def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code
     monkeypatch.setattr(contract.EngineDir, "open", lambda path: f"engine {path}")
     assert contract.run_worker(settings) == code
     assert isinstance(asked.pop("watcher"), PrefixEvents)
-    assert asked == {"engine": "engine e", "runtime": settings.runtime, "num_replicas": 4}
+    assert asked == {"engine": "engine e", "runtime": settings.runtime, "num_replicas": 4, "role": "decode"}
 
 
 class ScriptedService:
