@@ -256,6 +256,7 @@ class RuntimeConfig(Frozen):
 
 
 KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
+PREFIX_TIERS = ("host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts")
 _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),

@@ -24,10 +24,6 @@ class HostPlaces:
     def num_of_nodes(self) -> int:
         return len(self.nodes) + sum(node is not None for node in self._held.values())
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def touch(self, place: int) -> None:
         """It was used now."""
         if place in self.nodes:

@@ -158,9 +158,9 @@ class PageStore:
         return node
 
     def publish(self, path: Sequence[PrefixNode]) -> None:
-        """Copy what a second request begins with to the host's tier for a store, if there is one: it may never leave.
+        """Copy what these nodes have on the device to the host's tier, for a store, if there is one.
 
-        The path's pages are retained.
+        The path's pages are retained; of snapshots the last one is copied.
         """
         if not self.host.notes_arrivals:
             return

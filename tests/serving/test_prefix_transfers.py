@@ -1,5 +1,6 @@
 """Requests whose prefix is on its way from a store, and what else happens meanwhile."""
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,8 +69,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> GatedDirectory:
-    return GatedDirectory(root / "store")
+def store(root: Path, tmp_path: Path) -> GatedDirectory:
+    """A copy: what a test does to it is its own."""
+    return GatedDirectory(shutil.copytree(root / "store", tmp_path / "store"))
 
 
 @pytest.fixture
@@ -124,8 +126,7 @@ def test_a_store_that_fails_costs_a_hit_and_no_request(engine: Engine, store: Ga
     stream = engine.submit("unlucky", TALKS[1])
     until(lambda: store.reading == 1)
     if not fails:  # the third page is damaged
-        keys = engine.scheduler.stored_prefixes(b"pair").keys(TALKS[1], salt="")
-        path = store._path(keys[2], is_state=False)
+        path = store._path(engine.loop.prefix_keys(TALKS[1], salt="")[2], is_state=False)
         path.write_bytes(path.read_bytes()[:-1])
     store.gate.set()
     assert hits(stream) == (0 if fails else 8)

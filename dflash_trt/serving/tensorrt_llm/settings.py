@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import PREFIX_TIERS, RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import check_drafting, max_draft_len
 
@@ -17,10 +17,7 @@ _REFUSED: Final = (
     "ngram",
     "draft_window",
     "num_state_snapshots",
-    "host_cache_bytes",
-    "disk_cache_dir",
-    "disk_cache_bytes",
-    "publish_prompts",
+    *PREFIX_TIERS,
     "deterministic",
     "num_threads",
     "plugin_library",
