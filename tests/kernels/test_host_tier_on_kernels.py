@@ -29,7 +29,7 @@ def test_another_engine_begins_where_the_first_one_was(tmp_path: Path, device: t
         return open_pair("FP8 pages", tmp_path, device, num_sequences=num_sequences, host_bytes=host_bytes)
 
     talks = [talk[:18] for talk in TALKS[:2]]
-    check(partial(opened, 1, 1 << 20), partial(opened, 6, 0), tmp_path, talks=talks, num_new=3)
+    check(partial(opened, 1, 1 << 20), partial(opened, 6, 0), tmp_path, talks=talks, num_new=3, is_exact=False)
 
 
 def test_an_engine_goes_on_with_a_prompt_that_another_has_computed(tmp_path: Path, device: torch.device) -> None:

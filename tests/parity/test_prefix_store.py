@@ -64,6 +64,9 @@ def check(
     """One engine computes every talk and lets it go; another, which has computed nothing, begins with what it finds.
 
     Small engines have pages for about one request and places for all, a large one keeps everything on the device.
+
+    A large one has pages of answers too, so that a small one computes more rows at once: the same numbers only where
+    these do not depend on the rows beside them (`is_exact`).
     """
     first = Served(open_small(), root / "store")
     answers = [first.text(index, talk, num_new=num_new) for index, talk in enumerate(talks)]
@@ -90,7 +93,8 @@ def check_pair(name: str, root: Path, device: torch.device | None = None) -> Non
     def opened(num_sequences: int, host_bytes: int) -> AnyExecutor:
         return open_pair(name, root, device, num_sequences=num_sequences, host_bytes=host_bytes)
 
-    check(partial(opened, 1, 1 << 22), partial(opened, 20, 0), root, is_exact="delta nets" not in name)
+    is_exact = device is None and "delta nets" not in name
+    check(partial(opened, 1, 1 << 22), partial(opened, 20, 0), root, is_exact=is_exact)
 
 
 @pytest.mark.parametrize("name", PAIRS)
