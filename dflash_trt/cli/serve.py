@@ -32,6 +32,12 @@ _MODEL_OPTIONS = (
     click.option("--reasoning-parser", metavar="NAME", help="Dynamo's parser of reasoning, such as qwen3."),
 )
 
+_prefill_min_tokens = click.option(
+    "--prefill-min-tokens",
+    type=click.IntRange(min=0),
+    help="Shorter prompts are computed by the worker that answers them.  [default: 512]",
+)
+
 
 def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_MODEL_OPTIONS):
@@ -53,6 +59,7 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Replicas that only compute prompts, for the others (with --host-cache-bytes).",
 )
+@_prefill_min_tokens
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP server.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the HTTP server.")
 @click.option(
@@ -128,6 +135,7 @@ def serve(engine_dir: Path, **options: Any) -> None:
     show_default=True,
     help="Part of each request: prefill computes prompts for decode workers, which find them in --disk-cache-dir.",
 )
+@_prefill_min_tokens
 @_model_options
 @runtime_options()
 @click.pass_context
@@ -140,7 +148,8 @@ def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
     from dflash_trt.servers.dynamo.settings import check_package
 
     check_package()
-    settings, _ = _settings(engine_dir, options)
+    is_prefill = options["role"] == "prefill"
+    settings, _ = _settings(engine_dir, options, does_prefill=is_prefill, needed="--role prefill")
     from dflash_trt.servers.dynamo.contract import run_worker
 
     context.exit(run_worker(settings))
@@ -155,7 +164,7 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     metrics_port = options.pop("metrics_port") or port + 1
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
-    settings, engine = _settings(engine_dir, options)
+    settings, engine = _settings(engine_dir, options, does_prefill=num_prefill > 0, needed="--prefill-workers")
     groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size)
     num_replicas = len(groups) or replicas or 1 + num_prefill
     if num_prefill >= num_replicas:
@@ -181,7 +190,13 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     return service, engine
 
 
-def _settings(engine_dir: Path, options: dict[str, Any]) -> "tuple[WorkerSettings, EngineDir]":
+def _settings(
+    engine_dir: Path, options: dict[str, Any], *, does_prefill: bool, needed: str
+) -> "tuple[WorkerSettings, EngineDir]":
+    if options["prefill_min_tokens"] is None:
+        del options["prefill_min_tokens"]
+    elif not does_prefill:
+        raise ConfigError.about("--prefill-min-tokens", expected=f"{needed} as well", found="none")
     runtime = runtime_from_options(options)
     parsers = {name: options[name] for name in ("tool_call_parser", "reasoning_parser")}
     if any(parsers.values()):  # Dynamo's import takes a second

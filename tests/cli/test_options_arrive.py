@@ -534,11 +534,12 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     assert (service.port, service.first_metrics_port) == (8000, 8001)
     assert service.frontend_arguments[:2] == ("--router-mode", "kv")
     more = [["dir", "--replicas", "3", *words, *runtime] for runtime, _ in cases]
-    apart = ["--prefill-workers", "2", "--host-cache-bytes", "1MiB"]
+    apart = ["--prefill-workers", "2", "--prefill-min-tokens", "7", "--host-cache-bytes", "1MiB"]
     for replicas, num_replicas in (([], 3), (["--replicas", "5"], 5), (["--gpus", "0,1,2,3"], 4)):
         assert invoke("serve", engine_dir, *apart, *replicas).stderr == "error: recorded\n"
         service = supervisor.arguments["service"]
-        assert (service.num_prefill_workers, service.num_replicas) == (2, num_replicas)
+        assert (service.num_prefill_workers, service.worker.prefill_min_tokens) == (2, 7)
+        assert service.num_replicas == num_replicas
     assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1", *apart]) == {"engine_dir"}
 
 
@@ -546,6 +547,7 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     ("words", "refusal"),
     [
         (["--prefill-workers", "1"], "--prefill-workers: expected --host-cache-bytes as well, found none."),
+        (["--prefill-min-tokens", "1"], "--prefill-min-tokens: expected --prefill-workers as well, found none."),
         (
             ["--prefill-workers", "2", "--replicas", "2", "--host-cache-bytes", "1MiB"],
             "--prefill-workers: expected more than 2 replicas, the others decode, found 2.",
@@ -654,11 +656,19 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
             event_plane="nats",
             **OF_MODEL,
         )
-    shared = ["--role", "prefill", "--disk-cache-dir", "/disk", "--host-cache-bytes", "1MiB"]
+    tiers = ["--disk-cache-dir", "/disk", "--host-cache-bytes", "1MiB"]
+    shared = ["--role", "prefill", "--prefill-min-tokens", "7", *tiers]
     assert invoke("worker", engine_dir, *shared).stderr == "error: recorded\n"
-    assert worker_process.arguments["settings"].role == "prefill"
-    refused = invoke("worker", engine_dir, "--role", "decode")
-    assert refused.exit_code == 2 and "--role decode: expected --disk-cache-dir as well, found none." in refused.stderr
+    settings = worker_process.arguments["settings"]
+    assert (settings.role, settings.prefill_min_tokens) == ("prefill", 7)
+    default = WorkerSettings.model_fields["prefill_min_tokens"].default
+    assert f"that answers them.  [default: {default}]" in " ".join(option.help or "" for option in worker.params)
+    for unfit, refusal in (
+        (["--role", "decode"], "--role decode: expected --disk-cache-dir as well, found none."),
+        (["--role", "decode", *shared[2:]], "--prefill-min-tokens: expected --role prefill as well, found none."),
+    ):
+        refused = invoke("worker", engine_dir, *unfit)
+        assert refused.exit_code == 2 and refusal in refused.stderr
     more = [["dir", *words, *runtime] for runtime, _ in cases]
     assert options_never_set(worker, ["dir"], *more, ["dir", *shared]) == {"engine_dir"}
 

@@ -155,7 +155,12 @@ def run_worker(settings: WorkerSettings) -> int:
     card = settings.card or shared_card(engine)
     events = PrefixEvents()
     service, limits = open_service(
-        engine, settings.runtime, events, num_replicas=settings.num_replicas, role=settings.role
+        engine,
+        settings.runtime,
+        events,
+        num_replicas=settings.num_replicas,
+        role=settings.role,
+        prefill_min_tokens=settings.prefill_min_tokens,
     )
     worker = DynamoEngine(service, limits, events, settings, card)
     serve(worker, worker_config(settings, card))

@@ -3,7 +3,8 @@
 Both open the same engine with the same directory of prefix blocks. The front end sends a request to a prefill worker
 first, which computes the prompt, writes its blocks, target's and drafter's, and gives one token that nobody reads. Then
 the request goes to a decode worker, which finds all blocks but the last tokens', so it drafts as if it had computed
-them. A block that is missing there, for whatever reason, is computed.
+them. A block that is missing there, for whatever reason, is computed: so are prompts too short for a prefill worker,
+which passes them on at once. (The front end's own rule for short prompts never spares one of which nothing is cached.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Role = Literal["both", "prefill", "decode"]
 
+DEFAULT_MIN_TOKENS: Final = 512
 _POLL_S: Final = 0.002
 _RESULT: Final = "prefill_result"
 _PARAMETERS: Final = "disaggregated_params"
@@ -42,10 +44,17 @@ def runtime_of(role: Role, runtime: RuntimeConfig) -> RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """A worker's part of it."""
+    """A worker's part of it. Prompts of fewer than `min_tokens` are not computed by a prefill worker."""
 
     role: Role
     engine: LocalEngine
+    min_tokens: int = 0
+
+    def passed_on(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The whole answer of a prefill worker that leaves a short prompt to the decode worker."""
+        if self.role != "prefill" or len(request["token_ids"]) >= self.min_tokens:
+            return None
+        return {"token_ids": [0], "index": 0, "finish_reason": "length", **self._given()}
 
     def taken(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """The request that this worker runs.
@@ -72,4 +81,7 @@ class HandOver:
         keys = await asyncio.to_thread(self.engine.prefix_keys, prompt_token_ids, salt=salt)
         while not self.engine.has_kept(keys):
             await asyncio.sleep(_POLL_S)
+        return self._given()
+
+    def _given(self) -> dict[str, Any]:
         return {_PARAMETERS: {"engine": self.engine.prefix_root}}

@@ -63,7 +63,12 @@ class EngineService:
             RuntimeError: it failed.
         """
         limits, hand_over = self._generator.limits, self._hand_over
-        request = request if hand_over is None else hand_over.taken(request)
+        if hand_over is not None:
+            passed_on = hand_over.passed_on(request)
+            if passed_on is not None:
+                yield passed_on
+                return
+            request = hand_over.taken(request)
         order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
         stream = await self._submit(order)
         self._streams[request_id] = stream
@@ -119,7 +124,13 @@ def _cancel_stream(submitting: asyncio.Future[RequestStream]) -> None:
 
 
 def open_service(
-    engine: EngineDir, runtime: RuntimeConfig, watcher: PrefixWatcher, *, num_replicas: int = 1, role: Role = "both"
+    engine: EngineDir,
+    runtime: RuntimeConfig,
+    watcher: PrefixWatcher,
+    *,
+    num_replicas: int = 1,
+    role: Role = "both",
+    prefill_min_tokens: int = 0,
 ) -> tuple[EngineService, RegisteredLimits]:
     """Open an engine; `watcher` is told of its prefix cache. On a CPU, `num_replicas` divide the memory.
 
@@ -140,7 +151,7 @@ def open_service(
     local.watch_prefixes(watcher)
     generator = Generator(local, reader, eos_token_ids=engine.manifest.target.eos_token_ids, seed=config.seed)
     limits = local.limits
-    hand_over = None if role == "both" else HandOver(role, local)
+    hand_over = None if role == "both" else HandOver(role, local, prefill_min_tokens)
     return EngineService(generator, sampling_defaults=sampling_defaults(engine), hand_over=hand_over), RegisteredLimits(
         max_batch_size=limits.max_batch_size,
         max_seq_len=limits.max_seq_len,

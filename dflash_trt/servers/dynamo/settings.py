@@ -18,7 +18,7 @@ from dflash_trt.core.frozen import Frozen
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir.manifest import TOKENIZER_DIR
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME, TEMPLATE_NAME, StoredTokenizer
-from dflash_trt.servers.dynamo.roles import Role
+from dflash_trt.servers.dynamo.roles import DEFAULT_MIN_TOKENS, Role
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class WorkerSettings(Frozen):
     """One engine and its front end, with the front end's planes and discovery backend.
 
-    `num_replicas` share this machine. `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which
-    its front end runs. `card` is the directory of the model card (default: the engine's own). The worker writes its
-    instance id into `id_file`.
+    `num_replicas` share this machine. A prefill worker leaves prompts of fewer than `prefill_min_tokens` to the decode
+    worker. `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which its front end runs. `card` is
+    the directory of the model card (default: the engine's own). The worker writes its instance id into `id_file`.
     """
 
     engine_dir: Path
@@ -37,6 +37,7 @@ class WorkerSettings(Frozen):
     model_name: str
     num_replicas: int = 1
     role: Role = "both"
+    prefill_min_tokens: int = DEFAULT_MIN_TOKENS
     namespace: str = "dynamo"
     discovery_backend: Literal["file", "etcd", "kubernetes"] = "file"
     request_plane: Literal["tcp", "nats"] = "tcp"

@@ -475,7 +475,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "reasoning_parser": ("qwen3", "reasoning_parser"),
     "model_name": ("m", "served_model_name"),
 }
-OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role"}
+OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role", "prefill_min_tokens"}
 
 
 def test_every_setting_of_a_worker_reaches_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +511,8 @@ def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code
         runtime=RuntimeConfig(seed=3),
         model_name="m",
         num_replicas=4,
-        role="decode",
+        role="prefill",
+        prefill_min_tokens=7,
         card=Path("card"),
     )
     asked: dict[str, Any] = {}
@@ -533,7 +534,8 @@ def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code
     monkeypatch.setattr(contract.EngineDir, "open", lambda path: f"engine {path}")
     assert contract.run_worker(settings) == code
     assert isinstance(asked.pop("watcher"), PrefixEvents)
-    assert asked == {"engine": "engine e", "runtime": settings.runtime, "num_replicas": 4, "role": "decode"}
+    expected = {"engine": "engine e", "runtime": settings.runtime, "num_replicas": 4}
+    assert asked == expected | {"role": "prefill", "prefill_min_tokens": 7}
 
 
 class ScriptedService:

@@ -42,8 +42,9 @@ def answer(server: Server, prompt: list[int], **fields: Any) -> tuple[str, int, 
 
 
 def test_a_decode_worker_goes_on_where_a_prefill_worker_was(demo: Path, offline: LLM, tmp_path: Path) -> None:
-    """Texts are those of one engine, and so are accepted drafts, from the first request on."""
+    """Texts are those of one engine, and so are accepted drafts, from the first request on. Short prompts stay away."""
     options = ("--prefill-workers", "1", "--host-cache-bytes", "64MiB", "--draft-length", "7")
+    options += ("--prefill-min-tokens", "197")
     with serving(demo, tmp_path, *options) as server:
         for tag, fields in {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.9, "seed": 4}}.items():
             prompt = prompt_of(offline, tag)
@@ -54,7 +55,10 @@ def test_a_decode_worker_goes_on_where_a_prefill_worker_was(demo: Path, offline:
             assert answer(server, prompt, **fields) == (expected.text, 6 * 32, expected.num_accepted_tokens)
             assert server.metric(LOADED, DECODE) == before + 6
         assert server.metric(LOADED, PREFILL) == 0 and server.metric(SAVED, PREFILL) == 12
-        assert server.metric("dflash_trt:output_tokens_total", PREFILL) == 2, "one token of each prompt"
+        short = prompt_of(offline, "short")[:-1]
+        (expected,) = offline.generate([short], SamplingParams(max_new_tokens=24, ignore_eos=True))
+        assert answer(server, short, temperature=0)[:2] == (expected.text, 0)
+        assert server.metric("dflash_trt:output_tokens_total", PREFILL) == 2, "one token of each long prompt"
         _kill_and_go_on(server, offline)
         state = {*tmp_path.glob("dflash-trt-serve-*")}
         assert len(state) == 1 and [*next(iter(state)).glob("prefixes/*/??/*.pages")]
@@ -114,6 +118,16 @@ def test_a_prefill_worker_gives_one_token_once_the_prompt_is_written() -> None:
     assert hand_over.taken(request) == request | {"stop_conditions": {"max_tokens": 1, "ignore_eos": True}}
     given = asyncio.run(hand_over.given([1, 2, 3], salt="s"))
     assert given == {"disaggregated_params": {"engine": "ours"}} and engine.asked == 3
+
+
+def test_a_prefill_worker_passes_short_prompts_on() -> None:
+    """It asks its engine for nothing."""
+    short, at_limit = {"token_ids": [1, 2]}, {"token_ids": [1, 2, 3]}
+    hand_over = HandOver("prefill", SimpleNamespace(prefix_root="ours"), 3)  # type: ignore[arg-type]
+    given = hand_over.passed_on(short)
+    assert given is not None and (given["finish_reason"], len(given["token_ids"])) == ("length", 1)
+    assert given["disaggregated_params"] == {"engine": "ours"} and hand_over.passed_on(at_limit) is None
+    assert HandOver("decode", SimpleNamespace(), 3).passed_on(short) is None  # type: ignore[arg-type]
 
 
 def test_a_decode_worker_takes_prompts_of_its_own_engine_alone() -> None:
