@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_trt.plan.gpus import Gpu
     from dflash_trt.plan.step_costs import StepClock, StepCosts
     from dflash_trt.simulation.acceptance import AcceptanceByPosition
-    from dflash_trt.simulation.advice import Choice, Goal, Layout
+    from dflash_trt.simulation.advice import Choice, Goal
 
 _NUM_ALTERNATIVES = 6
 _LARGE = {"max_batch_size": 256, "max_num_tokens": 8192}  # limits to choose within, where none are told
@@ -158,7 +158,7 @@ def _report(
     price: float | None,
 ) -> dict[str, Any]:
     from dflash_trt.plan.step_costs import assumptions_of
-    from dflash_trt.simulation.advice import other_acceptance
+    from dflash_trt.simulation.advice import TRANSFER_NOTE, other_acceptance
 
     def row(choice: "Choice") -> dict[str, Any]:
         speed, layout = choice.speed, choice.layout
@@ -166,6 +166,7 @@ def _report(
         cost = None if per_hour is None else 1e6 * per_hour / (3600 * speed.output_tok_per_s)
         return {
             "layout": layout.name,
+            "num_prefill_workers": layout.num_prefill_workers,
             "format": layout.format,
             "has_drafter": layout.has_drafter,
             **asdict(speed),
@@ -186,26 +187,38 @@ def _report(
         "output_tokens": goal.lengths.num_output_tokens,
         "choices": [row(choice) for choice in _distinct(best)],
         "draft_lengths": {str(size): length for size, length in lengths.items()},
-        "commands": [command.of(first), _serve_command(first.layout)],
+        "commands": [command.of(first), _serve_command(first)],
         "sensitivity": [
             {"factor": factor, **row(other_acceptance(first, factor))}
             for factor in _FACTORS
             if first.layout.has_drafter
         ],
-        "assumptions": list(assumptions_of(clock)),
+        "assumptions": [
+            *assumptions_of(clock),
+            *([TRANSFER_NOTE] if any(choice.layout.num_prefill_workers for choice in best) else []),
+        ],
     }
 
 
 def _distinct(best: "Sequence[Choice]") -> "list[Choice]":
-    """The best of each layout in its best format, with a drafter and without, and the best of each other format."""
+    """The best of each layout in its best format, with a drafter and without, and the best of each other format.
+
+    Of those with prefill workers, the best alone.
+    """
     kept: dict[object, Choice] = {}
     for choice in best:
-        kept.setdefault((choice.layout.name, choice.layout.has_drafter), choice)
+        layout = choice.layout
+        kept.setdefault((layout.name if not layout.num_prefill_workers else None, layout.has_drafter), choice)
         kept.setdefault(choice.layout.format, choice)
     rows = list({id(choice): choice for choice in kept.values()}.values())
     plain = [choice for choice in rows if not choice.layout.has_drafter]
     drafted = [choice for choice in rows if choice.layout.has_drafter]
-    shown = [*drafted[: _NUM_ALTERNATIVES - 2], *plain[:2]] if drafted else plain[:_NUM_ALTERNATIVES]
+    if not drafted:
+        shown = plain[:_NUM_ALTERNATIVES]
+    else:
+        apart = [choice for choice in drafted if choice.layout.num_prefill_workers][:1]
+        together = [choice for choice in drafted if not choice.layout.num_prefill_workers]
+        shown = [*apart, *together[: _NUM_ALTERNATIVES - 2 - len(apart)], *plain[:2]]
     return sorted(shown, key=best.index)
 
 
@@ -239,11 +252,16 @@ class BuildCommand:
         return shlex.join([*words, "-o", "build/engine"])
 
 
-def _serve_command(layout: "Layout") -> str:
+def _serve_command(choice: "Choice") -> str:
+    layout = choice.layout
     words = ["dflash-trt", "serve", "build/engine"]
     num_gpus = layout.num_replicas * layout.made.pretrained_config.mapping.world_size
     words += ["--gpus", ",".join(map(str, range(num_gpus)))] if num_gpus > 1 else []
     words += ["--draft-length", lengths_text(layout.draft_lengths())] if layout.has_drafter else []
+    if layout.num_prefill_workers:
+        host_bytes = layout.prompt_bytes * choice.speed.num_requests
+        words += ["--prefill-workers", str(layout.num_prefill_workers)]
+        words += ["--host-cache-bytes", f"{max(1, round(host_bytes / 2**30))}GiB"]
     return shlex.join(words)
 
 
@@ -259,7 +277,7 @@ def _print(report: dict[str, Any]) -> None:
     console.print(f"{subject} on {node} for {goals}, {lengths}: calculated, not measured", soft_wrap=True)
     has_price = report["choices"][0]["price_per_million_tokens"] is not None
     table = Table()
-    for heading in ("layout", "format", "K", "requests", "tok/s", "per GPU", "per user", "TTFT ms"):
+    for heading in ("layout", "prefill", "format", "K", "requests", "tok/s", "per GPU", "per user", "TTFT ms"):
         table.add_column(heading, justify="left" if heading in ("layout", "format") else "right")
     if has_price:
         table.add_column("per M tokens", justify="right")
@@ -294,8 +312,9 @@ def _print(report: dict[str, Any]) -> None:
 def _cells(choice: dict[str, Any], *, has_price: bool) -> list[str]:
     cells = [
         choice["layout"],
+        str(choice["num_prefill_workers"] or ""),
         choice["format"] or "as stored",
-        str(choice["num_draft_tokens"]) if choice["has_drafter"] else "no drafter",
+        str(choice["num_draft_tokens"]) if choice["has_drafter"] else "AR",
         f"{choice['num_requests']}",
         f"{choice['output_tok_per_s']:.0f}",
         f"{choice['output_tok_per_s_per_gpu']:.0f}",

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final, Protocol, TypeVar
 
+from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.request import Request
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.stored_prefixes import Block, StoredPrefixes, Transfer
 
-_NUM_READERS: Final = 2  # threads, which requests wait for; one more writes, for which nobody waits
-_NICENESS: Final = 10  # of that one: it has the time that is left
+_NUM_FINDERS: Final = 2  # threads that look for the blocks of a request
+_MAX_COPIERS: Final = 8  # threads that read blocks at most, and that write them
+_CORES_PER_COPIER: Final = 4
+_NICENESS: Final = 10  # of those that write: they have the time that is left
 _PART_OF_PLACES: Final = 4  # at most this part of the places is being saved
 _WEIGHT: Final = 0.2  # of the newest rate in an average
 _HOPE: Final = 1.1  # a store that was too slow is tried again after some requests
@@ -86,8 +89,11 @@ class PrefixTransfers:
         self._store = store
         self._place_bytes = place_bytes
         self._wake = wake
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dflash-prefixes-in")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dflash-prefixes-out", initializer=_give_way)
+        copiers = min(_MAX_COPIERS, available_cores() // _CORES_PER_COPIER)
+        self._finders = ThreadPoolExecutor(_NUM_FINDERS, thread_name_prefix="dflash-prefixes")
+        self._readers = ThreadPoolExecutor(max(2, copiers), thread_name_prefix="dflash-prefixes-in")
+        name = "dflash-prefixes-out"
+        self._writers = ThreadPoolExecutor(max(1, copiers), thread_name_prefix=name, initializer=_give_way)
         self._done: deque[Callable[[], None]] = deque()
         self._loads: list[_Load] = []  # that read
         self._num_aside = 0
@@ -142,8 +148,9 @@ class PrefixTransfers:
 
     def close(self) -> None:
         """Wait for the transfers that have begun."""
+        self._finders.shutdown()
         self._readers.shutdown()
-        self._writer.shutdown()
+        self._writers.shutdown()
 
     # To the store
 
@@ -159,7 +166,7 @@ class PrefixTransfers:
             if era == self._era:
                 self._prefixes.end_saving(transfer, is_saved=bool(is_saved))
 
-        self._start(self._writer, write, saved)
+        self._start(self._writers, write, saved)
 
     # From the store
 
@@ -176,7 +183,7 @@ class PrefixTransfers:
             load.keys = load.keys or self._prefixes.keys(tokens, salt=salt)
             return list(takewhile(bool, map(self._store.find, load.keys[start:])))
 
-        self._start(self._readers, find, lambda found: self._found(load, start, found or []))
+        self._start(self._finders, find, lambda found: self._found(load, start, found or []))
 
     def _found(self, load: _Load, start: int, found: list[list[Block]]) -> None:
         names = {block.name for blocks in found for block in blocks}
@@ -195,10 +202,13 @@ class PrefixTransfers:
 
         def read() -> tuple[frozenset[Transfer], float]:
             started_s = time.perf_counter()
-            come = takewhile(lambda transfer: self._store.read(transfer.block, parts[transfer]), load.transfers)
-            return frozenset(come), time.perf_counter() - started_s
+            has_come = self._readers.map(
+                lambda transfer: self._store.read(transfer.block, parts[transfer]), load.transfers
+            )
+            come = takewhile(lambda pair: pair[1], zip(load.transfers, list(has_come), strict=True))
+            return frozenset(transfer for transfer, _ in come), time.perf_counter() - started_s
 
-        self._start(self._readers, read, lambda outcome: self._loaded(load, *(outcome or (frozenset(), None))))
+        self._start(self._finders, read, lambda outcome: self._loaded(load, *(outcome or (frozenset(), None))))
 
     def _is_faster(self, load: _Load) -> bool:
         """Whether reading takes less time than computing; what is not known yet is tried."""

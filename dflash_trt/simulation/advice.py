@@ -2,7 +2,8 @@
 
 Of B requests on a replica with prompts of P and answers of O tokens, a round is B prompts and O / A steps of B
 requests, A the acceptance length of K. It gives B x O tokens, and each request its O tokens meanwhile. `sweep` steps
-through the same load; a test compares both.
+through the same load; a test compares both. With replicas that only compute prompts, the others take blocks of K/V
+in place of prompts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,19 @@ from dflash_trt.simulation.sweep import layout_name
 _BATCH_SIZES: Final = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 _FORMATS: Final = ("fp8", "nvfp4")  # that a checkpoint without a format may take
 _WORTH: Final = 1.02  # another K is named where it gives this much more
+_PREFILL_MIN_TOKENS: Final = 512  # as `serve --prefill-min-tokens`
+_MAX_BUSY: Final = 0.9  # part of the time that prefill workers compute, at most
+_MARGIN: Final = 1.1  # what prefill workers must gain to be the choice: no GPU has run them
+# Bytes per second of blocks of K/V between host and GPU (PCIe 5.0 with 16 lanes, nominal), and into files in memory and
+# out of them: threads of a worker on a large host, each as fast as one of an AMD EPYC (docs/simulation.md).
+_LINK_RATE: Final = 64e9
+_NUM_THREADS: Final = 8
+_WRITE_RATE: Final = _NUM_THREADS * 1.4e9
+_READ_RATE: Final = _NUM_THREADS * 2.4e9
+TRANSFER_NOTE: Final = (
+    f"K/V go from prefill workers through files, which {_NUM_THREADS} threads of a worker write at "
+    f"{_WRITE_RATE / 1e9:.1f} GB/s and read at {_READ_RATE / 1e9:.1f}"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +85,10 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks, groups of experts, replicas and format of an engine. Without `has_drafter` it decodes autoregressively."""
+    """Ranks, groups of experts, replicas and format of an engine. Without `has_drafter` it decodes autoregressively.
+
+    `num_prefill_workers` of the replicas compute prompts for the others.
+    """
 
     made: EnginePlan
     clock: StepClock
@@ -79,11 +96,18 @@ class Layout:
     lengths: Lengths
     num_replicas: int
     format: str | None
+    num_prefill_workers: int = 0
     _seconds: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
         return layout_name(self.made.pretrained_config.mapping, self.num_replicas)
+
+    @property
+    def prompt_bytes(self) -> int:
+        """K/V of a prompt on one rank."""
+        pages = self.made.pages
+        return 0 if pages is None else self.lengths.num_prompt_tokens * pages.bytes_per_token
 
     @property
     def has_drafter(self) -> bool:
@@ -129,20 +153,43 @@ class Layout:
         return found
 
     def speed(self, num_requests: int, num_draft_tokens: int) -> Speed:
+        """Of as many requests on each replica that answers."""
         prompt, output = self.lengths.num_prompt_tokens, self.lengths.num_output_tokens
         length = 1.0 if self.acceptance is None else self.acceptance.acceptance_length(num_draft_tokens)
         step_s = self._step_s(num_requests, num_draft_tokens + 1, prompt + output // 2, num_draft_tokens)
-        prompt_s = self._prompt_s(min(num_requests, self._prompts_of_a_step), num_draft_tokens)
         decoding_s = output / min(length, output) * step_s
-        round_s = num_requests * prompt_s + decoding_s
+        is_apart = self.num_prefill_workers > 0
+        prompts = self._prompts_apart if is_apart else self._prompts_between
+        coming_s, requests_per_s, first_s = prompts(num_requests, decoding_s, num_draft_tokens)
         return Speed(
             num_requests=num_requests,
             num_draft_tokens=num_draft_tokens,
             acceptance_length=length,
-            output_tok_per_s=self.num_replicas * num_requests * output / round_s,
-            tok_per_s_per_user=output / ((num_requests - 1) * prompt_s + decoding_s),
-            time_to_first_token_s=self._prompt_s(1, num_draft_tokens) + step_s,
+            output_tok_per_s=requests_per_s * output,
+            tok_per_s_per_user=output / ((num_requests - 1) * coming_s + decoding_s),
+            time_to_first_token_s=first_s + step_s,
         )
+
+    def _prompts_between(
+        self, num_requests: int, decoding_s: float, num_draft_tokens: int
+    ) -> tuple[float, float, float]:
+        """Seconds that a prompt takes from other requests, requests per second in all, seconds of a prompt alone."""
+        prompt_s = self._prompt_s(min(num_requests, self._prompts_of_a_step), num_draft_tokens)
+        per_s = self.num_replicas * num_requests / (num_requests * prompt_s + decoding_s)
+        return prompt_s, per_s, self._prompt_s(1, num_draft_tokens)
+
+    def _prompts_apart(self, num_requests: int, decoding_s: float, num_draft_tokens: int) -> tuple[float, float, float]:
+        """The same with prefill workers, which write blocks while they compute the next prompt."""
+        num_workers = self.num_prefill_workers
+        num_answering = self.num_replicas - num_workers
+        num_bytes = self.prompt_bytes * self.made.pretrained_config.mapping.world_size  # all ranks share a file
+        copy_s, write_s, read_s = self.prompt_bytes / _LINK_RATE, num_bytes / _WRITE_RATE, num_bytes / _READ_RATE
+        together = max(1, min(num_requests * num_answering // num_workers, self._prompts_of_a_step))
+        most_per_s = num_workers / max(self._prompt_s(together, num_draft_tokens) + copy_s, write_s)
+        per_s = min(num_answering * num_requests / (num_requests * copy_s + decoding_s), _MAX_BUSY * most_per_s)
+        last_part = min(1.0, self.made.build_config.max_num_tokens / self.lengths.num_prompt_tokens)
+        first_s = self._prompt_s(1, num_draft_tokens) + last_part * write_s + read_s + 2 * copy_s
+        return copy_s, per_s, first_s
 
     @property
     def _prompts_of_a_step(self) -> int:
@@ -195,16 +242,16 @@ def layouts(
             reason = next(reversed(str(error).splitlines()[:2])).strip(" -")
         else:
             if made is not None and made.max_requests(goal.lengths.total):
-                found.append(
-                    Layout(
-                        made=made,
-                        clock=clock,
-                        acceptance=acceptance,
-                        lengths=goal.lengths,
-                        num_replicas=goal.num_gpus // tp_size,
-                        format=name,
-                    )
+                layout = Layout(
+                    made=made,
+                    clock=clock,
+                    acceptance=acceptance,
+                    lengths=goal.lengths,
+                    num_replicas=goal.num_gpus // tp_size,
+                    format=name,
                 )
+                most = layout.num_replicas if goal.lengths.num_prompt_tokens >= _PREFILL_MIN_TOKENS else 1
+                found += [replace(layout, num_prefill_workers=count) for count in range(most)]
                 continue
             reason = "no room for a request"
         reasons.setdefault(reason, []).append(f"tp{tp_size}ep{ep_size}, {name or 'as stored'}")
@@ -212,13 +259,17 @@ def layouts(
 
 
 def choices(found: Sequence[Layout], goal: Goal) -> list[Choice]:
-    """The best batch of each layout that meets the goal, the best layout first."""
+    """The best batch of each layout that meets the goal, the best layout first; prefill workers less a margin."""
     best = []
     for layout in found:
         met = [speed for speed in layout.by_batch_size.values() if goal.is_met(speed)]
         if met:
             best.append(Choice(layout=layout, speed=max(met, key=goal.value)))
-    return sorted(best, key=lambda choice: -goal.value(choice.speed))
+
+    def rank(choice: Choice) -> float:
+        return goal.value(choice.speed) / (_MARGIN if choice.layout.num_prefill_workers else 1.0)
+
+    return sorted(best, key=rank, reverse=True)
 
 
 def other_acceptance(choice: Choice, factor: float) -> Choice:
