@@ -85,6 +85,8 @@ NOT_RUN = {
     "dflash-trt build qwen3-8b-fp8": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
     "dflash-trt build gpt-oss-120b-mxfp4": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 -o qwen3-8b-trt": "needs TensorRT",
+    "lm_eval": "needs lm-eval; scripts/harness_check runs it, tests/servers/dynamo/test_openai.py asks as it does",
+    "guidellm": "needs guidellm",
     "kubectl": "needs a cluster; tests/docs/test_scaling.py reads what is applied",
     "dflash-trt run engine --chat": "needs a chat template of Qwen3; tests/compile/test_chat_template.py runs it",
     "dflash-trt build --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks pairs and plans them",

@@ -14,6 +14,7 @@ from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.sampling import SamplingParams, sample_seed
 from dflash_trt.engine_dir.template_renderer import conversation_too_long, max_conversation_bytes, text_too_long
+from dflash_trt.servers.dynamo.echo import echo_problems
 from dflash_trt.serving.prompts import too_many_tokens
 
 CHAT: Final = "chat/completions"
@@ -52,7 +53,7 @@ _DROPPED: Final[dict[str, tuple[Any, ...]]] = {
 }
 DROPPED: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     CHAT: _DROPPED | {"echo": (False,), "modalities": (["text"],), "prediction": (), "web_search_options": ()},
-    COMPLETIONS: _DROPPED | {"suffix": ("",), "echo": (False,)},
+    COMPLETIONS: _DROPPED | {"suffix": ("",)},
     RESPONSES: _DROPPED | {"truncation": ("disabled",), "conversation": (), "top_logprobs": (0,), "include": ([],)},
 }
 
@@ -70,6 +71,8 @@ class ApiRequest:
     bodies: tuple[dict[str, Any], ...]
     is_stream: bool
     wants_engine_data: bool
+    is_echo: bool = False
+    wants_prompt_logprobs: bool = False
 
 
 def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser: bool) -> ApiRequest:
@@ -78,12 +81,18 @@ def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser
     Raises:
         RequestError: names every field that nothing would read, and an `n` out of range.
     """
+    is_echo = path == COMPLETIONS and bool(body.get("echo"))
     problems = [*_problems(path, body), *_nvext_problems(body), *_part_problems(body)]
+    problems += echo_problems(body) if is_echo else []
     raise_all(RequestError, "request", problems + ([] if has_tool_call_parser else _tool_problems(body)))
     annotated = {name: body[name] for name in ANNOTATED[path] if body.get(name) is not None} | _structured(body)
     labels = frozenset() if path == RESPONSES else LABELS  # a response says them again
     left_out = labels | ANNOTATED[path] | DROPPED[path].keys() | {STRUCTURED_OUTPUTS}
     kept = {name: value for name, value in body.items() if name not in left_out}
+    if path == COMPLETIONS:
+        kept.pop("echo", None)
+    if is_echo and kept.get("prompt_logprobs") is None:
+        kept["prompt_logprobs"] = body.get("logprobs") or 0
     nvext = dict(body.get("nvext") or {})
     extra = list(nvext.get("extra_fields") or ())
     if annotated:
@@ -93,7 +102,11 @@ def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser
     if nvext:
         kept["nvext"] = nvext
     return ApiRequest(
-        bodies=_samples(path, kept), is_stream=bool(body.get("stream")), wants_engine_data=ENGINE_DATA in extra
+        bodies=_samples(path, kept),
+        is_stream=bool(body.get("stream")),
+        wants_engine_data=ENGINE_DATA in extra,
+        is_echo=is_echo,
+        wants_prompt_logprobs=body.get("prompt_logprobs") is not None,
     )
 
 

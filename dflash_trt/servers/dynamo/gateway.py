@@ -27,6 +27,7 @@ from dflash_trt.engine_dir.template_renderer import max_conversation_bytes
 from dflash_trt.servers.dynamo.answers import as_error_object, error_object, joined
 from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, ApiRequest, check_size, read_api_request
 from dflash_trt.servers.dynamo.connections import BACKLOG, Connections, max_connections, raise_file_limit
+from dflash_trt.servers.dynamo.echo import with_prompt
 from dflash_trt.servers.dynamo.event_streams import closed_events, cut_stream, joined_events, sample_events
 from dflash_trt.servers.dynamo.settings import GatewaySettings
 
@@ -234,7 +235,10 @@ async def _answered(
     if read.is_stream:
         return await _streamed(request, answers, keeps_engine_data=read.wants_engine_data, is_response=is_response)
     texts = [await answer.json() for answer in answers]
-    return web.json_response(joined(texts, keeps_engine_data=read.wants_engine_data))
+    answer = joined(texts, keeps_engine_data=read.wants_engine_data)
+    if read.is_echo:
+        answer = with_prompt(answer, keeps_prompt_logprobs=read.wants_prompt_logprobs)
+    return web.json_response(answer)
 
 
 async def _streamed(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
+from dflash_trt.servers.dynamo.echo import tell_texts
 from dflash_trt.servers.dynamo.request_fields import Order, read_request
 from dflash_trt.servers.dynamo.responses import response
 from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
@@ -62,7 +63,7 @@ class EngineService:
             RequestError: the request is refused.
             RuntimeError: it failed.
         """
-        limits, hand_over = self._generator.limits, self._hand_over
+        limits, codec, hand_over = self._generator.limits, self._generator.codec, self._hand_over
         if hand_over is not None:
             passed_on = hand_over.passed_on(request)
             if passed_on is not None:
@@ -76,6 +77,8 @@ class EngineService:
             while chunks := await stream.take_steps_async():
                 for chunk in chunks:
                     item = response(chunk, max_draft_len=limits.max_draft_len, has_logprobs=order.sampling.logprobs)
+                    if codec is not None:
+                        tell_texts(item.get("engine_data", {}), order.prompt_token_ids, codec)
                     if hand_over is not None and "finish_reason" in item:
                         item |= await hand_over.given(order.prompt_token_ids, salt=order.cache_salt)
                     yield item

@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "guided_choice": (["a", "b"], "choice", BOTH),
     "guided_grammar": ('start: "a"', "grammar", BOTH),
     "prompt_logprobs": (1, "prompt_logprobs", BOTH),
-    "echo": (True, REFUSED, BOTH),
+    "echo": (True, "prompt_logprobs", (COMPLETIONS,)),
     "best_of": (2, REFUSED, BOTH),
     "include_stop_str_in_output": (True, REFUSED, BOTH),
     "allowed_token_ids": ([3], REFUSED, BOTH),

@@ -63,6 +63,7 @@ class ScriptedStream:
 
 class ScriptedGenerator:
     limits = LIMITS
+    codec = None
     failure = "lost"
     statistics = "statistics"
 

@@ -246,6 +246,32 @@ def test_what_the_engine_tells_stays_where_a_client_has_asked_for_it(client) -> 
     assert len(found["prompt_logprobs"]) == answer.usage.prompt_tokens
 
 
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_a_prompt_is_echoed_with_its_log_probabilities(client, offline, as_ids: bool) -> None:
+    """As an evaluation harness asks: the text scored token by token, and the likeliest token at each place."""
+    text = "def größe(x):\n    return"
+    ids = [int(token_id) for token_id in offline.codec.encode(text)]
+    sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=1)
+    (expected,) = offline.generate([ids], sampling)
+    fields = {"max_tokens": 2, "temperature": 0, "echo": True, "model": "demo"}
+    answer = client.completions.create(prompt=[ids] if as_ids else text, logprobs=1, **fields)
+    (choice,) = answer.choices
+    found = choice.logprobs
+    assert choice.text == "".join(found.tokens) == text + expected.text
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(ids) + 2
+    assert [choice.text[start:].startswith(token) for start, token in zip(found.text_offset, found.tokens, strict=True)]
+    first, *others = expected.prompt_logprobs
+    assert first is None and (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    own, tops = found.token_logprobs[1 : len(ids)], found.top_logprobs[1 : len(ids)]
+    assert own == pytest.approx([token.logprob for token in others], abs=1e-4)
+    best = [token.top_logprobs[0].logprob for token in others]
+    assert [max(top.values()) for top in tops] == pytest.approx(best, abs=1e-4)
+    assert "prompt_logprobs" not in answer.model_extra and "prompt_tokens" not in answer.model_extra
+    twice = client.completions.create(prompt=text, n=2, extra_body={"prompt_logprobs": 0}, **fields)
+    assert [choice.text for choice in twice.choices] == [text + expected.text] * 2
+    assert twice.choices[0].logprobs is None and len(twice.model_extra["prompt_logprobs"]) == len(ids)
+
+
 def test_sixty_four_concurrent_streams_have_the_texts_of_the_engine(server, offline) -> None:
     prompts = [f"def function_{index}(x):\n" for index in range(64)]
 
