@@ -5,11 +5,13 @@ Knows the terminal and the messages so far; everything about generation is LLM's
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.draft_marks import marked_chunks, refuse_drafts
 from dflash_trt.cli.open_engine import open_engine
 from dflash_trt.cli.report import summarize, summary_lines
 from dflash_trt.cli.run_options import RunOptions
@@ -20,6 +22,8 @@ from dflash_trt.core.request import GenerationOutput
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
+    from dflash_trt.serving.output_processor import StreamChunk
+    from dflash_trt.serving.request_reader import RequestReader
     from dflash_trt.serving.stream import RequestStream
 
 _COMMANDS = ("/reset", "/exit", "/help", "/quit")
@@ -34,9 +38,13 @@ def converse(options: RunOptions) -> ExitCode:
     """
     conversation = _Conversation(options)
     started = time.monotonic()
-    hello = conversation.prompt("Hello")
-    sampling = options.sampling
-    with open_engine(options, has_conversations=True, before_load=lambda reader: reader.read(hello, sampling)) as llm:
+
+    def before_load(reader: "RequestReader") -> None:
+        if options.show_drafts:
+            refuse_drafts(options.engine_dir, reader)
+        reader.read(conversation.prompt("Hello"), options.sampling)
+
+    with open_engine(options, has_conversations=True, before_load=before_load) as llm:
         load_time_s = time.monotonic() - started
         click.echo(_HINT, err=True)
         while llm.failure is None and (text := _typed()) is not None:
@@ -53,6 +61,7 @@ def converse(options: RunOptions) -> ExitCode:
 class _Conversation:
     def __init__(self, options: RunOptions) -> None:
         self._sampling = options.sampling
+        self._shows_drafts = options.show_drafts
         self._kwargs = options.template_kwargs
         self._system = [] if options.system is None else [{"role": "system", "content": options.system}]
         self._messages: list[dict[str, str]] = []  # without the system's
@@ -67,9 +76,10 @@ class _Conversation:
 
     def answer(self, llm: "LLM", text: str) -> None:
         """Print the answer as it comes. What was said before Ctrl-C counts; a message that fails is forgotten."""
+        text_of = marked_chunks(llm.codec) if self._shows_drafts and llm.codec is not None else _text_of
         try:
-            with llm.submit(self.prompt(text), self._sampling) as stream:
-                output = _printed(stream)
+            with llm.submit(self.prompt(text), self._sampling, reports_drafts=self._shows_drafts) as stream:
+                output = _printed(stream, text_of)
         except RequestError as error:
             click.secho(f"error: {error} Or type /reset.", fg="red", err=True)
             return
@@ -116,10 +126,14 @@ def _typed() -> str | None:
             return None if text == "/exit" else text
 
 
-def _printed(stream: "RequestStream") -> GenerationOutput:
+def _text_of(chunk: "StreamChunk") -> str:
+    return chunk.text or ""
+
+
+def _printed(stream: "RequestStream", text_of: "Callable[[StreamChunk], str]") -> GenerationOutput:
     try:
         for chunk in stream:
-            click.echo(chunk.text, nl=False)
+            click.echo(text_of(chunk), nl=False)
             sys.stdout.flush()
     except KeyboardInterrupt:
         stream.cancel()

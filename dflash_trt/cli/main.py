@@ -27,6 +27,7 @@ from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.cli.serve import serve, worker
+from dflash_trt.cli.show_drafts import show_drafts
 from dflash_trt.cli.status_line import notices_shown
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.exit_codes import ExitCode
@@ -85,6 +86,7 @@ cli.add_command(plan)
 cli.add_command(recipes)
 cli.add_command(run)
 cli.add_command(serve)
+cli.add_command(show_drafts)
 cli.add_command(worker)
 
 

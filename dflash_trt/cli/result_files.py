@@ -1,4 +1,4 @@
-"""Result files: written whole or not at all, rows in input order, one trace line per verify step."""
+"""Result files: written whole or not at all, rows in input order, one trace line per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.prompts import InputRow, Job, Refusal, RowId
 from dflash_trt.core.errors import CapacityError, ConfigError
-from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent, verified_drafts
 
 if TYPE_CHECKING:  # needs numpy
     from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
@@ -104,23 +104,26 @@ def _sample_row(row: Job, output: GenerationOutput) -> dict[str, Any]:
 
 
 def trace_lines(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
-    """One line per step that verified drafts. `num_accepted` is the step's, before a stop cut its tokens."""
+    """One line per step. `num_accepted` is the step's, before a stop cut its tokens."""
     for sample in output.samples:
         index = {"sample_index": sample.sample_index} if output.other_samples else {}
         yield from (line | index for line in _lines_of_sample(row_id, sample))
 
 
 def _lines_of_sample(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
-    for step, event in enumerate(output.steps):
-        if event.num_candidates:
-            yield {
-                "id": row_id,
-                "step": step,  # counts this request's steps; steps without drafts count, but have no line
-                "context_len": event.context_len,
-                "num_candidates": event.num_candidates,
-                "num_accepted": event.num_accepted,
-                "token_ids": list(event.token_ids),
-            }
+    before = TokenEvent("", ())
+    for number, step in enumerate(output.steps):
+        line: dict[str, Any] = {
+            "id": row_id,
+            "step": number,  # of this request
+            "context_len": step.context_len,
+            "num_candidates": step.num_candidates,
+            "num_accepted": step.num_accepted,
+            "token_ids": list(step.token_ids),
+        }
+        drafts = verified_drafts(before, step)
+        yield line | ({"draft_token_ids": list(drafts)} if len(drafts) == step.num_candidates else {})
+        before = step
 
 
 def json_line(fields: Mapping[str, Any]) -> bytes:

@@ -5,19 +5,18 @@ Knows options, files and the terminal; everything about generation is LLM's.
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_trt.cli.conversation import converse
+from dflash_trt.cli.draft_marks import marked, marked_chunks, refuse_drafts, reports_drafts
 from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
@@ -27,7 +26,7 @@ from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, outp
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
-from dflash_trt.core.errors import ConfigError, ErrorCollector
+from dflash_trt.core.errors import ErrorCollector
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -35,18 +34,11 @@ from dflash_trt.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
+    from dflash_trt.serving.output_processor import StreamChunk
     from dflash_trt.serving.request_reader import RequestReader
     from dflash_trt.serving.text import TextCodec
 
 Emit = Callable[[int, GenerationOutput | None], None]
-
-# By the origin of a text.
-_STYLES: Final[dict[str, dict[str, Any]]] = {
-    "target": {"bold": True},
-    "accepted": {"fg": "green"},
-    "rejected": {"fg": "red", "strikethrough": True},
-}
-_MARKS: Final = {"target": ("", ""), "accepted": ("{+", "+}"), "rejected": ("[-", "-]")}
 
 
 @click.command(
@@ -69,7 +61,11 @@ _MARKS: Final = {"target": ("", ""), "accepted": ("{+", "+}"), "rejected": ("[-"
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
 @click.option("--overwrite", is_flag=True, help="Replace files of results that exist.")
 @click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
-@click.option("--trace-file", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
+@click.option(
+    "--trace-file",
+    type=click.Path(path_type=Path),
+    help="JSONL, one line per request and step, with drafts; `show-drafts` reads it.",
+)
 @click.option(
     "--chat",
     is_flag=True,
@@ -141,7 +137,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
 
     def before_load(reader: "RequestReader") -> None:
         if options.show_drafts:
-            _refuse_drafts(options.engine_dir, reader)
+            refuse_drafts(options.engine_dir, reader)
         refuse_if_none_runs(rows, reader)
 
     with ExitStack() as stack:
@@ -149,11 +145,12 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
         started = time.monotonic()
         reads = any(isinstance(row, Job) and row.is_conversation for row in rows)
         llm = stack.enter_context(open_engine(options, has_conversations=reads, before_load=before_load))
-        if options.show_drafts and llm.codec is not None:
+        if options.show_drafts and llm.codec is not None and not options.streams(len(rows)):
             sink = _with_drafts(sink, rows, llm.codec)
         load_time_s = time.monotonic() - started
         started = time.monotonic()
-        outputs = _stream(llm, rows, sink) if options.streams(len(rows)) else _generate(llm, rows, sink, options)
+        produce = _stream if options.streams(len(rows)) else _generate
+        outputs = produce(llm, rows, sink, options)
         summary = summarize(
             [sample for output in outputs.values() for sample in output.samples],
             num_refused=sum(isinstance(row, Refusal) for row in rows),
@@ -210,25 +207,16 @@ def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
     return _Sink(emit=InOrder(emit).done, results=results)
 
 
-def _refuse_drafts(engine_dir: Path, reader: "RequestReader") -> None:
-    """Raises ConfigError: drafts cannot be shown, for the engine has no drafter or no tokenizer."""
-    from dflash_trt.engine_dir import EngineDir
-
-    if EngineDir.open(engine_dir).manifest.draft is None:
-        hint = "Leave the option out, or build the engine with a drafter."
-        raise ConfigError.about("--show-drafts", expected="an engine with a drafter", found="one without", hint=hint)
-    if reader.codec is None:
-        hint = "Build the engine from a target directory with a tokenizer."
-        raise ConfigError.about("--show-drafts", expected="an engine with a tokenizer", found="one without", hint=hint)
-
-
 def _with_drafts(sink: _Sink, rows: Sequence[InputRow], codec: "TextCodec") -> _Sink:
     """Print texts with their drafts, too."""
-    has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    from dflash_trt.serving.marked_texts import marked_texts
+
+    def text_of(output: GenerationOutput) -> str:
+        return marked(marked_texts(output, codec))
 
     def emit(index: int, output: GenerationOutput | None) -> None:
         if output is not None:
-            _print_texts(rows[index], output, partial(_marked, codec, has_colors=has_colors), has_others=len(rows) > 1)
+            _print_texts(rows[index], output, text_of, has_others=len(rows) > 1)
 
     in_order = InOrder(emit).done
 
@@ -237,15 +225,6 @@ def _with_drafts(sink: _Sink, rows: Sequence[InputRow], codec: "TextCodec") -> _
         in_order(index, output)
 
     return replace(sink, emit=emit_both)
-
-
-def _marked(codec: "TextCodec", output: GenerationOutput, *, has_colors: bool) -> str:
-    from dflash_trt.serving.marked_texts import marked_texts
-
-    texts = ((text.shown, text.origin) for text in marked_texts(output, codec))
-    if has_colors:
-        return "".join(click.style(text, **_STYLES[origin]) for text, origin in texts)
-    return "".join(f"{_MARKS[origin][0]}{text}{_MARKS[origin][1]}" for text, origin in texts)
 
 
 def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow]) -> _Sink:
@@ -294,26 +273,31 @@ def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOpt
             [job.prompt for _, job in jobs],
             [job.sampling for _, job in jobs],
             on_output=take,
-            reports_drafts=options.show_drafts,
+            reports_drafts=_wants_drafts(llm, options),
         )
     return outputs
 
 
-def _stream(llm: "LLM", rows: Sequence[InputRow], sink: _Sink) -> dict[int, GenerationOutput]:
+def _stream(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOptions) -> dict[int, GenerationOutput]:
     """One row, printed as it comes."""
     (row,) = rows
     if isinstance(row, Refusal):
         return {}
+    text_of = marked_chunks(llm.codec) if options.show_drafts and llm.codec is not None else _text_of_chunk
     outputs: dict[int, GenerationOutput] = {}
-    for chunk in llm.stream(row.prompt, row.sampling):
-        text = "".join(f"{token_id} " for token_id in chunk.token_ids) if chunk.text is None else chunk.text
-        click.echo(text, nl=False)
+    for chunk in llm.stream(row.prompt, row.sampling, reports_drafts=_wants_drafts(llm, options)):
+        click.echo(text_of(chunk), nl=False)
         sys.stdout.flush()
         if chunk.output is not None:
             outputs[0] = chunk.output
     click.echo()
     sink.emit(0, outputs[0])
     return outputs
+
+
+def _wants_drafts(llm: "LLM", options: RunOptions) -> bool:
+    """A trace has the drafts of engines that report them; `--show-drafts` has refused the others."""
+    return options.show_drafts or (options.trace_file is not None and reports_drafts(llm.engine))
 
 
 @contextmanager
@@ -363,6 +347,10 @@ def _print_row(fields: dict[str, Any]) -> None:
 
 def _text_of(output: GenerationOutput) -> str:
     return " ".join(map(str, output.token_ids)) if output.text is None else output.text
+
+
+def _text_of_chunk(chunk: "StreamChunk") -> str:
+    return "".join(f"{token_id} " for token_id in chunk.token_ids) if chunk.text is None else chunk.text
 
 
 def _print_texts(

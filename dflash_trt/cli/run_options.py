@@ -74,8 +74,8 @@ class RunOptions:
 
     def streams(self, num_rows: int) -> bool:
         """True if text is printed as it comes; by default if there is one prompt and a terminal."""
-        if self.stream is not None or self.show_drafts:
-            return bool(self.stream)
+        if self.stream is not None:
+            return self.stream
         return num_rows == 1 and self.sampling.n == 1 and self.prints_text and sys.stdout.isatty()
 
     @property
@@ -99,7 +99,6 @@ class RunOptions:
         exclusive = (
             ("--prompt", bool(self.prompts), "--input-file", self.input_file is not None),
             ("--stream", self.stream is True, "--json", self.as_json),
-            ("--stream", self.stream is True, "--show-drafts", self.show_drafts),
             ("--show-drafts", self.show_drafts, "--no-drafter", not self.runtime.use_drafter),
             ("--stream", self.stream is True, "--input-file", self.input_file is not None),
             ("--stream", self.stream is True, "--output-file", self.output_file is not None),
@@ -169,7 +168,6 @@ def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:
     yield "--output-file", options.output_file is not None
     yield "--trace-file", options.trace_file is not None
     yield "--no-stream", options.stream is False
-    yield "--show-drafts", options.show_drafts
     yield "--n", options.sampling.n > 1
 
 

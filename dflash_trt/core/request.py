@@ -104,6 +104,11 @@ class TokenEvent(NamedTuple):
     ngram_draft_token_ids: tuple[int, ...] = ()
 
 
+def verified_drafts(before: TokenEvent, step: TokenEvent) -> tuple[int, ...]:
+    """The drafts that `step` verified, of a request that `reports_drafts`; `before` is its step before."""
+    return (step.ngram_draft_token_ids or before.draft_token_ids)[: step.num_candidates]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
     """A finished request. Times are seconds of the monotonic clock, counted from its arrival.

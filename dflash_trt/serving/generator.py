@@ -171,13 +171,17 @@ class Generator:
         prompts = conversations(messages, **options)
         return self._generate(prompts, sampling_params, on_output)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, reports_drafts: bool = False
+    ) -> Iterator[StreamChunk]:
         """The answer as it is made; the last chunk has the output. Leaving the iterator ends the request.
+
+        With `reports_drafts` the steps of a chunk have the drafts: see `DraftMarker`.
 
         Raises:
             RequestError: the prompt is refused.
         """
-        return self.submit_samples(prompt, sampling_params).chunks()
+        return self.submit_samples(prompt, sampling_params, reports_drafts=reports_drafts).chunks()
 
     def stream_chat(
         self,
@@ -235,6 +239,7 @@ class Generator:
         priority: int = 0,
         queue_timeout_s: float | None = None,
         cache_salt: str = "",
+        reports_drafts: bool = False,
         max_pending_tokens: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
@@ -257,6 +262,7 @@ class Generator:
             priority=priority,
             queue_timeout_s=queue_timeout_s,
             cache_salt=cache_salt,
+            reports_drafts=reports_drafts,
             max_pending_tokens=max_pending_tokens,
             on_ready=on_ready,
         )

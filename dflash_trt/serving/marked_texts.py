@@ -1,14 +1,16 @@
 """A text by where its tokens come from: drafts that were accepted, drafts that were rejected, the target itself."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_trt.core.request import GenerationOutput
+from dflash_trt.core.request import GenerationOutput, TokenEvent, verified_drafts
 from dflash_trt.serving.text import TextCodec
 
 Origin = Literal["target", "accepted", "rejected"]
+
+_MAX_CHARACTER_TOKENS = 4  # no character has more bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +27,56 @@ class MarkedText:
 
 
 def marked_texts(output: GenerationOutput, codec: TextCodec) -> Iterator[MarkedText]:
-    """The texts of a request that `reports_drafts`, step by step, none of them empty.
+    """The texts of a request that `reports_drafts`, step by step, none of them empty."""
+    marker = DraftMarker(codec)
+    yield from marker.push(output.steps)
+    yield from marker.flush()
 
-    A step has its accepted drafts, then the drafts that the target refused, then the target's own token in place of the
-    first of these. A character of several tokens counts as the last one's.
+
+class DraftMarker:
+    """Marks the text of one request as its steps come.
+
+    A step has its accepted drafts, then the drafts that the target rejected, then the target's own token in place of
+    the first of these: the bonus token. A character of several tokens counts as the last one's.
     """
-    return (text for text in _texts(output, codec) if text.text)
 
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._detokenizer = codec.detokenizer()
+        self._last_step = TokenEvent("", ())
+        self._last_token_ids: tuple[int, ...] = ()
 
-def _texts(output: GenerationOutput, codec: TextCodec) -> Iterator[MarkedText]:
-    detokenizer = codec.detokenizer()
-    drafts: Sequence[int] = ()
-    before: Sequence[int] = ()  # the last token, which says whether a text begins with a space
-    for event in output.steps:
-        num_accepted = min(event.num_accepted, len(event.token_ids))
-        accepted, own = event.token_ids[:num_accepted], event.token_ids[num_accepted:]
-        yield MarkedText(detokenizer.push(accepted), "accepted")
+    def push(self, steps: Iterable[TokenEvent]) -> Iterator[MarkedText]:
+        """The texts that these steps complete."""
+        for step in steps:
+            yield from self.mark(step.token_ids, verified_drafts(self._last_step, step), step.num_accepted)
+            self._last_step = step
+
+    def mark(self, token_ids: Sequence[int], drafts: Sequence[int], num_accepted: int) -> Iterator[MarkedText]:
+        """The texts of one step, which verified `drafts`."""
+        num_accepted = min(num_accepted, len(token_ids))  # a stop may have cut the tokens
+        accepted, own = tuple(token_ids[:num_accepted]), tuple(token_ids[num_accepted:])
+        yield from _if_any(self._detokenizer.push(accepted), "accepted")
+        self._remember(accepted)
         if own:
-            verified = event.ngram_draft_token_ids or drafts
-            rejected = verified[event.num_accepted : event.num_candidates]
-            yield MarkedText(_text_after(codec, (accepted or before)[-1:], rejected), "rejected")
-        yield MarkedText(detokenizer.push(own), "target")
-        before, drafts = event.token_ids, event.draft_token_ids
-    yield MarkedText(detokenizer.flush(), "target")
+            yield from _if_any(self._text_after_last(drafts[num_accepted:]), "rejected")
+            yield from _if_any(self._detokenizer.push(own), "target")
+            self._remember(own)
+
+    def flush(self) -> Iterator[MarkedText]:
+        """The rest of the text, at the end."""
+        yield from _if_any(self._detokenizer.flush(), "target")
+
+    def _remember(self, token_ids: tuple[int, ...]) -> None:
+        self._last_token_ids = (self._last_token_ids + token_ids)[-_MAX_CHARACTER_TOKENS:]
+
+    def _text_after_last(self, token_ids: Sequence[int]) -> str:
+        """The tokens before say whether it begins with a space, or within a character."""
+        detokenizer = self._codec.detokenizer()
+        detokenizer.push(self._last_token_ids)
+        return detokenizer.push(token_ids) + detokenizer.flush()
 
 
-def _text_after(codec: TextCodec, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    detokenizer = codec.detokenizer()
-    detokenizer.push(before)
-    return detokenizer.push(token_ids) + detokenizer.flush()
+def _if_any(text: str, origin: Origin) -> Iterator[MarkedText]:
+    if text:
+        yield MarkedText(text, origin)

@@ -22,7 +22,7 @@ class StreamChunk:
 
     `text` is None without a tokenizer; the last chunk has `output`. Text may lag the tokens while it could be part of a
     character or of a stop string. `num_draft_tokens` drafts were verified for these tokens, and `num_accepted_tokens`
-    of the drafts accepted. `top_logprobs` has an entry per token, if they were requested.
+    of the drafts accepted. `top_logprobs` has an entry per token, if they were requested. `steps` made these tokens.
     """
 
     text: str | None
@@ -34,6 +34,7 @@ class StreamChunk:
     output: GenerationOutput | None = None
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     sample_index: int = 0
+    steps: tuple[TokenEvent, ...] = ()
 
 
 def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
@@ -50,6 +51,7 @@ def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
         output=chunks[-1].output,
         top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         sample_index=chunks[0].sample_index,
+        steps=tuple(step for chunk in chunks for step in chunk.steps),
     )
 
 
@@ -154,6 +156,7 @@ class OutputProcessor:
             sample_index=self.request.sample_index,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_accepted,
+            steps=tuple(events),
         )
 
     def _last_chunk(self, event: TokenEvent, now: float) -> StreamChunk:

@@ -83,7 +83,7 @@ class Scripted:
         self.asked: list[dict[str, Any]] = []
         self._answers = iter(answers)
 
-    def submit(self, prompt: dict[str, Any], sampling: SamplingParams) -> Any:
+    def submit(self, prompt: dict[str, Any], sampling: SamplingParams, *, reports_drafts: bool) -> Any:
         self.asked.append(prompt)
         answer = next(self._answers)
         return nullcontext(ScriptedStream(answer))
@@ -103,12 +103,12 @@ def _answer(text: str, *, seconds: float = 1.0, error: str | None = None) -> Gen
 
 
 def test_what_is_refused_or_interrupted_before_its_answer_is_no_part_of_a_conversation(capsys) -> None:
-    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, system=None)
+    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, show_drafts=False, system=None)
     said_so_far, failures = _Conversation(options), [KeyboardInterrupt(), RequestError("too long.")]
     llm: Any = Scripted(*[_answer("A")] * 4)
 
     class Refusing:
-        def submit(self, *_: Any) -> Any:
+        def submit(self, *_: Any, **options: Any) -> Any:
             raise failures.pop(0)
 
     refusing: Any = Refusing()
@@ -133,7 +133,7 @@ def test_a_conversation_ends_with_the_user_or_with_its_engine(monkeypatch, capsy
 
     monkeypatch.setattr(conversation, "open_engine", lambda *_, **__: nullcontext(llm))
     monkeypatch.setattr(conversation, "_typed", type_line)
-    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, system=None)
+    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={}, show_drafts=False, system=None)
     assert converse(options) == (ExitCode.FAILED if fails else ExitCode.DONE)
     assert len(list(typed)) == (1 if fails else 0)
     assert "request" not in capsys.readouterr().err, "no summary of nothing"
@@ -141,7 +141,9 @@ def test_a_conversation_ends_with_the_user_or_with_its_engine(monkeypatch, capsy
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_conversation_sends_its_system_message_then_all_turns_and_then_the_new_one(system, capsys) -> None:
-    options: Any = SimpleNamespace(sampling=SamplingParams(), template_kwargs={"shout": True}, system=system)
+    options: Any = SimpleNamespace(
+        sampling=SamplingParams(), template_kwargs={"shout": True}, show_drafts=False, system=system
+    )
     said_so_far = _Conversation(options)
     llm: Any = Scripted(
         _answer("A"), _answer("lost", error="too long"), _answer("B", seconds=2.5), _answer("C", seconds=4.0)

@@ -48,6 +48,12 @@ def test_inspect_shows_an_exported_engine(engine: Path, invoke: Invoke) -> None:
     assert report["tensorrt_llm"]["llm_args"]["tensor_parallel_size"] == 2
 
 
+def test_run_refuses_to_show_drafts_that_the_backend_does_not_report(engine: Path, invoke: Invoke) -> None:
+    refused = invoke("run", engine, "--prompt", "x", "--show-drafts")
+    assert refused.exit_code == 2
+    assert "--show-drafts: expected a backend that says which drafts it made, found tensorrt_llm" in refused.stderr
+
+
 def test_plan_and_check_refuse_the_backend_by_name(target: Path, invoke: Invoke) -> None:
     words = ["--target", target, "--backend", "tensorrt_llm"]
     for command in (["plan", *words, "--gpu", "h200"], ["build", *words, "--check"]):

@@ -162,20 +162,24 @@ def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:
     assert [row["id"] for row in _rows(result.stdout)] == [1, 2]
 
 
-def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_path, invoke) -> None:
+def test_the_trace_has_a_line_for_each_step_and_the_steps_add_up(engine_dir, tmp_path, invoke) -> None:
     source = _write_rows(tmp_path / "in.jsonl", {"prompt": "def f", "id": "a"}, {"prompt": "import", "id": "b"})
     trace = tmp_path / "trace.jsonl"
     result = invoke("run", engine_dir, "--input-file", source, "--trace-file", trace, *GREEDY, "--draft-length", 3)
     assert result.exit_code == 0, result.stderr
     lines = _rows(trace.read_text())
     for row in _rows(result.stdout):
-        steps = [line for line in lines if line["id"] == row["id"]]
+        all_steps = [line for line in lines if line["id"] == row["id"]]
+        assert [token for step in all_steps for token in step["token_ids"]] == row["token_ids"]
+        steps = [step for step in all_steps if step["num_candidates"]]
         assert len(steps) == row["num_verify_steps"]
         assert sum(step["num_accepted"] for step in steps) == row["num_accepted_tokens"]
         assert sum(step["num_candidates"] for step in steps) == row["num_draft_tokens"]
-        # The prefill's token is not of a verify step, and a last block may have nothing left to verify.
-        emitted = [token for step in steps for token in step["token_ids"]]
-        assert row["token_ids"][1 : 1 + len(emitted)] == emitted
+        for step in steps:
+            count = step["num_accepted"]
+            drafts, emitted = step["draft_token_ids"], step["token_ids"]
+            assert len(drafts) == step["num_candidates"] and drafts[:count] == emitted[:count]
+            assert drafts[count : count + 1] != emitted[count : count + 1] or not emitted[count:]
         for before, after in pairwise(steps):
             assert after["context_len"] == before["context_len"] + before["num_accepted"] + 1
         assert steps[0]["context_len"] == row["num_prompt_tokens"]
@@ -188,9 +192,10 @@ def test_steps_of_the_trace_are_numbered_as_the_request_made_them(engine_dir, tm
     assert invoke("run", engine_dir, *words, *GREEDY).exit_code == 0
     with LLM(engine_dir, draft_length=3) as llm:
         (output,) = llm.generate(["def f"], SamplingParams(max_new_tokens=12, ignore_eos=True))
-    expected = [(step, event.token_ids) for step, event in enumerate(output.steps) if event.num_candidates]
-    assert [(line["step"], tuple(line["token_ids"])) for line in _rows(trace.read_text())] == expected
-    assert expected[0][0] == 1
+    expected = [(step, event.num_candidates, event.token_ids) for step, event in enumerate(output.steps)]
+    lines = _rows(trace.read_text())
+    assert [(line["step"], line["num_candidates"], tuple(line["token_ids"])) for line in lines] == expected
+    assert expected[0][:2] == (0, 0)
 
 
 def test_the_trace_has_the_accepted_drafts_of_a_step_whose_tokens_a_stop_cut() -> None:
@@ -268,13 +273,14 @@ def test_the_end_token_is_a_stop_unless_ignored(tmp_path, invoke) -> None:
     assert (ignored["finish_reason"], ignored["num_output_tokens"]) == ("length", 5)
 
 
-def test_drafts_are_shown_with_marks_or_colors(engine_dir, invoke) -> None:
+def test_drafts_are_shown_with_marks(engine_dir, invoke) -> None:
     words = ["run", engine_dir, "--prompt", "def f", *GREEDY, "--draft-length", 3]
     text, marked = invoke(*words).stdout, invoke(*words, "--show-drafts").stdout
     assert "[-" in marked
+    assert invoke(*words, "--show-drafts", "--stream").stdout == marked
     assert re.sub(r"\{\+(.*?)\+\}", r"\1", re.sub(r"\[-.*?-\]", "", marked), flags=re.DOTALL) == text
     several = invoke(*words, "--prompt", "x", "--show-drafts").stdout
     assert several.startswith(f"[1] {marked}[2] ")
-    for option in (["--json"], ["--stream"], ["--input-file", "x"], ["--output-file", "x"], ["--no-drafter"]):
+    for option in (["--json"], ["--input-file", "x"], ["--output-file", "x"], ["--no-drafter"]):
         refused = invoke(*words[:-2], "--show-drafts", *option)
         assert (refused.exit_code, "--show-drafts" in refused.stderr) == (2, True)

@@ -46,7 +46,7 @@ def test_one_sample_of_one_prompt_streams_to_a_terminal(monkeypatch: pytest.Monk
     assert OPTIONS.streams(1) == is_terminal
     assert not OPTIONS.streams(2)
     assert not replace(OPTIONS, sampling=OF_TWO).streams(1)
-    for other in ({"as_json": True}, {"output_file": Path("out")}, {"input_file": Path("in")}, {"show_drafts": True}):
+    for other in ({"as_json": True}, {"output_file": Path("out")}, {"input_file": Path("in")}):
         assert not replace(OPTIONS, **other).streams(1)
 
 

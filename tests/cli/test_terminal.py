@@ -31,9 +31,9 @@ LONG = ["--max-new-tokens", "500", "--ignore-eos", "--no-drafter"]
 class Terminal:
     """A command whose stdin, stdout and stderr are a terminal."""
 
-    def __init__(self, *words: str | Path) -> None:
+    def __init__(self, *words: str | Path, **environment: str) -> None:
         self._master, slave = pty.openpty()
-        environment = os.environ | {"TERM": "dumb", "COLUMNS": "100"}
+        environment = os.environ | {"TERM": "dumb", "COLUMNS": "100"} | environment
         self._process = subprocess.Popen(
             [*DFLASH_TRT, *map(str, words)],
             stdin=slave,
@@ -207,7 +207,7 @@ def test_a_conversation_without_a_chat_template_is_refused_before_the_load(engin
     assert "reading weights" not in terminal.seen
 
 
-@pytest.mark.parametrize("option", ["--json", "--output-file=x", "--trace-file=x", "--no-stream", "--show-drafts"])
+@pytest.mark.parametrize("option", ["--json", "--output-file=x", "--trace-file=x", "--no-stream"])
 def test_a_conversation_has_no_files_of_results(engine_dir: Path, tmp_path: Path, option: str) -> None:
     with Terminal("run", engine_dir, "--chat", option) as terminal:
         assert terminal.ended() == 2
@@ -225,3 +225,28 @@ def test_the_text_of_one_prompt_comes_as_it_is_made(chat_engine: Path, words: li
         printed = terminal.until("error: interrupted")
         assert terminal.ended() == 128 + signal.SIGINT
     assert (len(printed) > len("^C\nerror: interrupted\n") + 10) == streams, printed
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_colors"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+    ids=str,
+)
+def test_drafts_are_colored_on_a_terminal_that_has_colors(
+    chat_engine: Path, environment: dict[str, str], has_colors: bool
+) -> None:
+    words = ["--prompt", "hello", "--show-drafts", "--num-threads", "1", "--draft-length", "3", *SHORT]
+    with Terminal("run", chat_engine, *words, **environment) as terminal:
+        assert terminal.ended() == 0
+    struck_through, bold = "\x1b[31m\x1b[9m", "\x1b[1m"
+    assert [struck_through in terminal.seen, bold in terminal.seen] == [has_colors] * 2
+    assert ("[-" in terminal.seen) != has_colors
+
+
+def test_a_conversation_shows_drafts(converse: Callable[..., Terminal]) -> None:
+    terminal = converse("--show-drafts", "--draft-length", "3", *SHORT)
+    terminal.type("hello\n")
+    terminal.until("hello\n")
+    assert "[-" in terminal.until("\n> ")
+    terminal.type("/exit\n")
+    assert terminal.ended() == 0

@@ -9,8 +9,9 @@ import dflash_trt.demo
 from dflash_trt.core.request import GenerationOutput, TokenEvent
 from dflash_trt.core.sampling import SamplingParams
 from dflash_trt.scheduler import ngram_index
+from dflash_trt.serving.detokenizer import ByteDetokenizer
 from dflash_trt.serving.llm import LLM
-from dflash_trt.serving.marked_texts import MarkedText, marked_texts
+from dflash_trt.serving.marked_texts import DraftMarker, MarkedText, marked_texts
 from tests.engine_dir.building import build
 
 DEMO = Path(dflash_trt.demo.__file__).parent
@@ -66,6 +67,33 @@ def test_marks_leave_the_text_as_it_is_and_count_every_draft(engine_dir: Path) -
         (sampled,) = llm.generate(PROMPTS[:1], SamplingParams(max_new_tokens=9, temperature=1.0), reports_drafts=True)
         texts = list(marked_texts(sampled, llm.codec))
         assert "".join(text.text for text in texts if text.origin != "rejected") == sampled.text
+
+
+def test_a_stream_has_the_same_marks_as_the_whole_output(engine_dir: Path) -> None:
+    with LLM(engine_dir) as llm:
+        assert llm.codec is not None
+        marker, texts = DraftMarker(llm.codec), []
+        for chunk in llm.stream(PROMPTS[0], GREEDY, reports_drafts=True):
+            texts += marker.push(chunk.steps)
+            if chunk.output is not None:
+                assert [*texts, *marker.flush()] == list(marked_texts(chunk.output, llm.codec))
+
+
+class ByteCodec:
+    """Token i is the byte i."""
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(lambda token_id: bytes([token_id]))
+
+
+def test_a_rejected_draft_within_a_character_completes_it_in_its_own_way() -> None:
+    """The target writes an e with an accent, of two bytes; the drafter had the first, and another accent."""
+    accented, other = "\u00e9".encode(), "\u00e8".encode()
+    marker = DraftMarker(ByteCodec())  # type: ignore[arg-type]
+    texts = list(marker.mark(accented, other, 1))
+    assert texts == [MarkedText("\u00e8", "rejected"), MarkedText("\u00e9", "target")]
+    assert list(marker.mark(accented[:1], (), 0)) == []
+    assert list(marker.flush()) == [MarkedText("\ufffd", "target")]
 
 
 class Codec:

@@ -90,10 +90,9 @@ def test_who_wants_each_step_gets_them_one_by_one_and_does_not_wait() -> None:
     assert engine.stream.take_steps() == []
     put_text(engine, "ab")
     put_text(engine, "c")
-    assert engine.stream.take_steps() == [
-        StreamChunk(text="ab", token_ids=(97, 98)),
-        StreamChunk(text="c", token_ids=(99,)),
-    ]
+    chunks = engine.stream.take_steps()
+    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [("ab", (97, 98)), ("c", (99,))]
+    assert [[step.token_ids for step in chunk.steps] for chunk in chunks] == [[(97, 98)], [(99,)]]
     engine.finish()
     (last,) = engine.stream.take_steps()
     assert last.output is not None and last.output.text == "abc"
