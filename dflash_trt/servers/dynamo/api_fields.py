@@ -21,9 +21,10 @@ CHAT: Final = "chat/completions"
 COMPLETIONS: Final = "completions"
 RESPONSES: Final = "responses"
 
-ANNOTATION: Final = "dflash-trt:"  # before a JSON object of sampling parameters, among `nvext.annotations`
+ANNOTATION: Final = "dflash-trt:"  # before a JSON object of parameters in our words, among `nvext.annotations`
 STRUCTURED_OUTPUTS: Final = "structured_outputs"
 ENGINE_DATA: Final = "engine_data"  # the worker's per-request report, among `nvext.extra_fields`
+REPORTS_DRAFTS: Final = "reports_drafts"  # asks for the drafts of each chunk
 
 # They name a person, a session or a key, and ask for nothing.
 LABELS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -38,10 +39,10 @@ _TEXT_PARTS: Final = (None, "text", "refusal", "input_text", "output_text", "rea
 _CONVERSATION: Final = ("messages", "input", "instructions", "tools", "chat_template_kwargs")
 _PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
-# Sampling parameters in our words that the front end refuses or drops at a path.
+# Parameters in our words that the front end refuses or drops at a path.
 ANNOTATED: Final[Mapping[str, frozenset[str]]] = {
-    CHAT: frozenset({"logit_bias", "bad_words", *_GRAMMARS}),
-    COMPLETIONS: frozenset({"logit_bias", "bad_words", *_GRAMMARS}),
+    CHAT: frozenset({"logit_bias", "bad_words", *_GRAMMARS, REPORTS_DRAFTS}),
+    COMPLETIONS: frozenset({"logit_bias", "bad_words", *_GRAMMARS, REPORTS_DRAFTS}),
     RESPONSES: frozenset({"logit_bias", "bad_words", *_GRAMMARS, *_PENALTIES, "seed", "top_k", "min_p"}),
 }
 
@@ -116,7 +117,12 @@ def _problems(path: str, body: Mapping[str, Any]) -> list[str]:
         known = {*_READ_RESPONSES.split(), STRUCTURED_OUTPUTS}
         unread |= body.keys() - known - ANNOTATED[path] - LABELS - DROPPED[path].keys()
     expected = "nothing, for this server does not implement it"
-    return [problem(name, expected=expected, found=shown(body[name])) for name in sorted(unread)]
+    problems = [problem(name, expected=expected, found=shown(body[name])) for name in sorted(unread)]
+    if path != RESPONSES and body.get(REPORTS_DRAFTS) and not body.get("stream"):
+        problems.append(
+            problem(REPORTS_DRAFTS, expected="stream as well", found="none", hint="Each chunk has its own.")
+        )
+    return problems
 
 
 def _nvext_problems(body: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
-from dflash_trt.servers.dynamo.api_fields import ANNOTATION
+from dflash_trt.servers.dynamo.api_fields import ANNOTATION, REPORTS_DRAFTS
 
 _NAMES: Final = frozenset(row.name for row in SAMPLING_FIELDS)
 
@@ -114,6 +114,7 @@ class Order:
     sampling: SamplingParams
     cache_salt: str = ""
     priority: int = 0
+    reports_drafts: bool = False
 
 
 def read_request(request: Mapping[str, Any], *, defaults: Mapping[str, Any], max_seq_len: int) -> Order:
@@ -130,11 +131,14 @@ def read_request(request: Mapping[str, Any], *, defaults: Mapping[str, Any], max
     token_ids = request["token_ids"]
     most = {"max_new_tokens": max(1, max_seq_len - len(token_ids))}
     routing = request.get("routing") or {}
+    annotated = _annotated(request)
+    reports_drafts = annotated.pop(REPORTS_DRAFTS, None) or False
     return Order(
         prompt_token_ids=token_ids,
-        sampling=SamplingParams(**(most | _known(defaults) | _sampling(request))),
+        sampling=SamplingParams(**(most | _known(defaults) | _sampling(request) | annotated)),
         cache_salt=routing.get("cache_salt") or "",
         priority=int(routing.get("priority") or 0),
+        reports_drafts=reports_drafts,
     )
 
 
@@ -170,22 +174,22 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     num_top = _group(request, "output_options").get("logprobs")
     if num_top:
         values["top_logprobs"] = num_top
-    return values | _annotated(request)
+    return values
 
 
 def _annotated(request: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields in `nvext.annotations`: `dflash-trt:{"logit_bias": {"5": -100}}`."""
+    """SamplingParams fields, and `reports_drafts`, in `nvext.annotations`: `dflash-trt:{"logit_bias": {"5": -100}}`."""
     values: dict[str, Any] = {}
     for text in request.get("annotations") or ():
         if not text.startswith(ANNOTATION):
             continue
         try:
             fields = json.loads(text.removeprefix(ANNOTATION))
-            unknown = set(fields) - _NAMES
+            unknown = set(fields) - _NAMES - {REPORTS_DRAFTS}
         except (ValueError, TypeError):
             raise RequestError.about("nvext.annotations", expected="a JSON object", found=_shown(text)) from None
         if unknown:
-            expected = f"sampling parameters: {', '.join(sorted(_NAMES))}"
+            expected = f"sampling parameters: {', '.join(sorted(_NAMES))}; or {REPORTS_DRAFTS}"
             raise RequestError.about("nvext.annotations", expected=expected, found=", ".join(sorted(unknown)))
         values |= fields
     return values

@@ -6,14 +6,17 @@ from typing import Any, Final
 
 from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.core.request import GenerationOutput
+from dflash_trt.serving.marked_texts import DraftMarker
 from dflash_trt.serving.output_processor import StreamChunk
 
 # The reasons that the front end knows; a queue timeout is an error like any other.
 _FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
 
 
-def response(chunk: StreamChunk, *, max_draft_len: int, has_logprobs: bool) -> dict[str, Any]:
-    """One chunk of one step of one sample.
+def response(
+    chunk: StreamChunk, *, max_draft_len: int, has_logprobs: bool, marker: DraftMarker | None = None
+) -> dict[str, Any]:
+    """One chunk of one step of one sample; `marker` is for a request that reports its drafts.
 
     Raises:
         RuntimeError: the request failed.
@@ -24,13 +27,16 @@ def response(chunk: StreamChunk, *, max_draft_len: int, has_logprobs: bool) -> d
         if chunk.top_logprobs:
             fields["top_logprobs"] = [_ranked(tokens) for tokens in chunk.top_logprobs]
     output = chunk.output
+    engine_data: dict[str, Any] = {}
+    if marker is not None:
+        engine_data["drafts"] = _drafts(chunk, marker)
+        fields["engine_data"] = engine_data
     if output is None:
         return fields
     if output.finish_reason not in _FINISH_REASONS:
         raise RuntimeError(output.error or f"the request ended with {output.finish_reason}")
     fields["finish_reason"] = _FINISH_REASONS[output.finish_reason]
     fields["completion_usage"] = _usage(output)
-    engine_data: dict[str, Any] = {}
     if max_draft_len:
         engine_data["metrics"] = {"speculative_decoding": speculation(output, max_draft_len)}
     prompt = output.prompt_logprobs
@@ -39,6 +45,17 @@ def response(chunk: StreamChunk, *, max_draft_len: int, has_logprobs: bool) -> d
     if engine_data:
         fields["engine_data"] = engine_data
     return fields
+
+
+def _drafts(chunk: StreamChunk, marker: DraftMarker) -> dict[str, Any]:
+    """The texts of a chunk by where their tokens come from, and the step's counts."""
+    texts = [*marker.push(chunk.steps), *(marker.flush() if chunk.finish_reason is not None else ())]
+    return {
+        "num_draft_tokens": chunk.num_draft_tokens,
+        "num_accepted_tokens": chunk.num_accepted_tokens,
+        "num_tokens": len(chunk.token_ids),
+        "texts": [{"origin": text.origin, "text": text.text} for text in texts],
+    }
 
 
 def speculation(output: GenerationOutput, max_draft_len: int) -> dict[str, Any]:

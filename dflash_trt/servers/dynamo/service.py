@@ -14,6 +14,7 @@ from dflash_trt.servers.dynamo.request_fields import Order, read_request
 from dflash_trt.servers.dynamo.responses import response
 from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
 from dflash_trt.servers.dynamo.settings import sampling_defaults
+from dflash_trt.serving.marked_texts import DraftMarker
 
 if TYPE_CHECKING:
     from dflash_trt.core.prefix_watcher import PrefixWatcher
@@ -73,10 +74,16 @@ class EngineService:
         order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
         stream = await self._submit(order)
         self._streams[request_id] = stream
+        to_response = partial(
+            response,
+            max_draft_len=limits.max_draft_len,
+            has_logprobs=order.sampling.logprobs,
+            marker=self._marker(order),
+        )
         try:
             while chunks := await stream.take_steps_async():
                 for chunk in chunks:
-                    item = response(chunk, max_draft_len=limits.max_draft_len, has_logprobs=order.sampling.logprobs)
+                    item = to_response(chunk)
                     if codec is not None:
                         tell_texts(item.get("engine_data", {}), order.prompt_token_ids, codec)
                     if hand_over is not None and "finish_reason" in item:
@@ -87,6 +94,12 @@ class EngineService:
         finally:
             self._streams.pop(request_id, None)
             stream.cancel()
+
+    def _marker(self, order: Order) -> DraftMarker | None:
+        if not order.reports_drafts:
+            return None
+        assert self._generator.codec is not None  # a worker's engine has a tokenizer: see card_source
+        return DraftMarker(self._generator.codec)
 
     async def _submit(self, order: Order) -> RequestStream:
         """A constraint may take seconds to compile: then not in the event loop.
@@ -100,6 +113,7 @@ class EngineService:
             order.sampling,
             cache_salt=order.cache_salt,
             priority=order.priority,
+            reports_drafts=order.reports_drafts,
         )
         if order.sampling.grammar_field is None:
             return submit()

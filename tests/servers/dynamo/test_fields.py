@@ -83,7 +83,9 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "web_search_options": ({}, REFUSED, (CHAT,)),
     "prompt_cache_key": ("k", LABEL, (CHAT,)),
     "safety_identifier": ("k", LABEL, BOTH),
+    "reports_drafts": (True, SERVED, BOTH),
 }
+NEEDED = {"reports_drafts": {"stream": True}}
 NAMES = {row.name for row in SAMPLING_FIELDS}
 
 
@@ -95,7 +97,7 @@ def is_refused(outcome: str) -> bool:
 def test_a_field_is_served_or_refused_by_its_name(server: Server, name: str) -> None:
     value, outcome, paths = FIELDS[name]
     for path in paths:
-        answer = server.post(path, **PATHS[path] | {"max_tokens": 4} | {name: value})
+        answer = server.post(path, **PATHS[path] | {"max_tokens": 4} | NEEDED.get(name, {}) | {name: value})
         if is_refused(outcome):
             assert answer.status_code in (400, 501), answer.text
             assert name in answer.json()["error"]["message"]
@@ -145,6 +147,7 @@ RESPONSES: dict[str, tuple[Any, str]] = {
     "prompt": ({"id": "x"}, REFUSED),
     "n": (2, REFUSED),
     "unknown_field": (1, REFUSED),
+    "reports_drafts": (True, REFUSED),
 }
 
 
@@ -177,6 +180,8 @@ def test_a_refusal_of_a_stream_has_the_same_status(server: Server) -> None:
         ({"stop": [f"s{index}" for index in range(33)]}, "maximum of 32"),
         ({"prompt": ""}, "prompt"),
         ({"stop": ["s" * 300]}, "stop"),
+        ({"reports_drafts": True}, "reports_drafts: expected stream as well"),
+        ({"reports_drafts": 3, "stream": True}, "reports_drafts: expected true or false"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(server: Server, fields: dict[str, Any], words: str) -> None:

@@ -96,12 +96,14 @@ def test_a_request_reaches_the_engine_whole() -> None:
         "sampling",
         "cache_salt",
         "priority",
+        "reports_drafts",
     }
     generator = ScriptedGenerator()
     with pytest.raises(RecordedError):
         asyncio.run(first_of(served(generator)[1]))
     sampling = {"temperature": 0.5, "seed": 9, "top_k": 20, "max_new_tokens": 5, "logprobs": True, "top_logprobs": 1}
     asked = {"prompt": [1, 2, 3], "sampling_params": SamplingParams(**sampling), "cache_salt": "mine", "priority": 4}
+    asked["reports_drafts"] = False
     # The front end has names, timeouts and readers of its own.
     left = dict.fromkeys(["request_id", "queue_timeout_s", "max_pending_tokens", "on_ready"])
     assert generator.recorder.arguments == asked | left | {"self": generator}

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.marked_texts import marked_texts
 from tests.servers.dynamo.serving import Server
 
 PROMPT = "def fibonacci(n):\n"
@@ -71,6 +72,20 @@ def test_a_stream_has_one_chunk_for_each_step_and_the_usage_at_its_end(client, o
     assert choices[-1].finish_reason == "length"
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
     assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens == expected.num_accepted_tokens
+
+
+def test_the_chunks_of_a_stream_report_their_drafts(client, offline) -> None:
+    chunks = list(
+        client.chat.completions.create(messages=MESSAGES, stream=True, extra_body={"reports_drafts": True}, **GREEDY)
+    )
+    expected = offline.generate({"messages": MESSAGES}, SamplingParams(max_new_tokens=40), reports_drafts=True)
+    drafts = [chunk.drafts for chunk in chunks]
+    texts = [(text["origin"], text["text"]) for each in drafts for text in each["texts"]]
+    assert texts == [(text.origin, text.text) for text in marked_texts(expected, offline.codec)]
+    counts = [(each["num_draft_tokens"], each["num_accepted_tokens"], each["num_tokens"]) for each in drafts]
+    steps = [(step.num_candidates, step.num_accepted, len(step.token_ids)) for step in expected.steps]
+    assert counts == steps
+    assert not any(hasattr(chunk, "nvext") for chunk in chunks)
 
 
 @pytest.mark.parametrize(("first", "last"), [(20, 23), (41, 42), (60, 75)])

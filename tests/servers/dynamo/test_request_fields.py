@@ -170,6 +170,12 @@ def test_annotations_are_sampling_parameters_that_win() -> None:
     )
 
 
+def test_an_annotation_may_ask_for_drafts() -> None:
+    assert not read().reports_drafts
+    order = read(annotations=['dflash-trt:{"reports_drafts": true, "top_k": 5}'])
+    assert order.reports_drafts and order.sampling.top_k == 5
+
+
 def test_defaults_are_every_parameter_of_a_generation_config(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dflash_trt.servers.dynamo.settings.card_source", lambda engine: tmp_path)
     engine: Any = None
