@@ -11,7 +11,6 @@ import click
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dflash_trt.engine_dir import EngineDir
     from dflash_trt.serving.marked_texts import MarkedText
     from dflash_trt.serving.output_processor import StreamChunk
     from dflash_trt.serving.request_reader import RequestReader
@@ -28,11 +27,6 @@ _MARKS: Final = {"target": ("", ""), "accepted": ("{+", "+}"), "rejected": ("[-"
 _ABOUT: Final = "--show-drafts"
 
 
-def reports_drafts(engine: "EngineDir") -> bool:
-    """True if the engine's backend says which drafts it made."""
-    return engine.manifest.backend != "tensorrt_llm"
-
-
 def refuse_drafts(engine_dir: Path, reader: "RequestReader") -> None:
     """Raises ConfigError: the engine has no drafts to show, or no tokenizer."""
     from dflash_trt.engine_dir import EngineDir
@@ -41,7 +35,7 @@ def refuse_drafts(engine_dir: Path, reader: "RequestReader") -> None:
     if engine.manifest.draft is None:
         hint = "Leave the option out, or build the engine with a drafter."
         raise ConfigError.about(_ABOUT, expected="an engine with a drafter", found="one without", hint=hint)
-    if not reports_drafts(engine):
+    if not engine.manifest.reports_drafts:
         expected, hint = "a backend that says which drafts it made", "Build the engine with another --backend."
         raise ConfigError.about(_ABOUT, expected=expected, found=engine.manifest.backend, hint=hint)
     if reader.codec is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.conversation import converse
-from dflash_trt.cli.draft_marks import marked, marked_chunks, refuse_drafts, reports_drafts
+from dflash_trt.cli.draft_marks import marked, marked_chunks, refuse_drafts
 from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
@@ -297,7 +297,7 @@ def _stream(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOptio
 
 def _wants_drafts(llm: "LLM", options: RunOptions) -> bool:
     """A trace has the drafts of engines that report them; `--show-drafts` has refused the others."""
-    return options.show_drafts or (options.trace_file is not None and reports_drafts(llm.engine))
+    return options.show_drafts or (options.trace_file is not None and llm.engine.manifest.reports_drafts)
 
 
 @contextmanager

@@ -79,14 +79,16 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="How often a request may go on at another replica when its own dies.",
 )
+@click.option("--no-ui", is_flag=True, help="Leave out the page for browsers at GET /.")
 @_model_options
 @runtime_options()
 def serve(engine_dir: Path, **options: Any) -> None:
     """Start a front end and its workers, and keep them running until Ctrl-C.
 
     The front end is NVIDIA Dynamo's: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /metrics and
-    /health. Everything but --host listens on loopback. A worker that dies is started again; the requests that it had
-    fail, unless --migration-limit lets others take them over.
+    /health. GET / is a page to try the model in a browser, which shows its drafts. Everything but --host listens on
+    loopback. A worker that dies is started again; the requests that it had fail, unless --migration-limit lets others
+    take them over.
     """
     from dflash_trt.servers.dynamo.settings import card_source, check_package, has_chat_template
 
@@ -156,12 +158,13 @@ def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
 
 
 def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, EngineDir]":
+    from dflash_trt.servers.dynamo.settings import page_settings
     from dflash_trt.servers.dynamo.supervisor import Service
 
     replicas, gpus = options.pop("replicas"), options.pop("gpus")
     host, port, router_mode = options.pop("host"), options.pop("port"), options.pop("router_mode")
     migration_limit, num_prefill = options.pop("migration_limit"), options.pop("prefill_workers")
-    metrics_port = options.pop("metrics_port") or port + 1
+    metrics_port, has_page = options.pop("metrics_port") or port + 1, not options.pop("no_ui")
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
     settings, engine = _settings(engine_dir, options, does_prefill=num_prefill > 0, needed="--prefill-workers")
@@ -186,6 +189,7 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
         port=port,
         first_metrics_port=metrics_port,
         frontend_arguments=("--router-mode", mode, "--migration-limit", str(migration_limit)),
+        page=page_settings(engine, settings) if has_page else None,
     )
     return service, engine
 
@@ -263,3 +267,5 @@ def _print_ready(service: "Service", *, has_template: bool) -> None:
     click.echo(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     click.echo(f"  openai.OpenAI(base_url={url + '/v1'!r}, api_key='none').{call}.create({arguments})")
     click.echo(f"  metrics: {url}/metrics {metrics}")
+    if service.page is not None:
+        click.echo(f"  in a browser: {url}")

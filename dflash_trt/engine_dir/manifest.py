@@ -138,6 +138,11 @@ class EngineManifest(Frozen):
         return self.backend == "torch" or (self.tensorrt is not None and self.tensorrt.page_windows != ())
 
     @property
+    def reports_drafts(self) -> bool:
+        """True if the backend says which drafts it made."""
+        return self.backend != "tensorrt_llm"
+
+    @property
     def required_files(self) -> tuple[str, ...]:
         """Names that `files` must have: weights; or plans, which hold them, and plugins; or checkpoints."""
         if self.tensorrt_llm is not None:

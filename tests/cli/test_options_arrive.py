@@ -509,13 +509,13 @@ OF_MODEL = {"model_name": "m", "tool_call_parser": "hermes", "reasoning_parser":
 
 
 def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkeypatch) -> None:
-    from dflash_trt.servers.dynamo.settings import WorkerSettings
+    from dflash_trt.servers.dynamo.settings import PageSettings, WorkerSettings
     from dflash_trt.servers.dynamo.supervisor import Service
 
     supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
     monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
     words = ["--host", "::1", "--port", "4567", "--router-mode", "random", "--migration-limit", "2", *MODEL]
-    words += ["--metrics-port", "1234"]
+    words += ["--metrics-port", "1234", "--no-ui"]
     cases = runtime_cases()
     for runtime, config in cases:
         assert invoke("serve", engine_dir, "--replicas", "3", *words, *runtime).stderr == "error: recorded\n"
@@ -533,6 +533,10 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     assert (service.gpus, service.num_replicas, service.worker.model_name) == (((3,), (1,)), 2, engine_dir.name)
     assert (service.port, service.first_metrics_port) == (8000, 8001)
     assert service.frontend_arguments[:2] == ("--router-mode", "kv")
+    shown = {"model": engine_dir.name, "has_drafter": True, "reports_drafts": True}
+    assert service.page == PageSettings(has_chat_template=False, is_chat_model=False, **shown)
+    assert invoke("serve", engine_dir, "--no-drafter").stderr == "error: recorded\n"
+    assert not supervisor.arguments["service"].page.has_drafter
     more = [["dir", "--replicas", "3", *words, *runtime] for runtime, _ in cases]
     apart = ["--prefill-workers", "2", "--prefill-min-tokens", "7", "--host-cache-bytes", "1MiB"]
     for replicas, num_replicas in (([], 3), (["--replicas", "5"], 5), (["--gpus", "0,1,2,3"], 4)):

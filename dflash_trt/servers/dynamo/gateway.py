@@ -29,6 +29,7 @@ from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, A
 from dflash_trt.servers.dynamo.connections import BACKLOG, Connections, max_connections, raise_file_limit
 from dflash_trt.servers.dynamo.echo import with_prompt
 from dflash_trt.servers.dynamo.event_streams import closed_events, cut_stream, joined_events, sample_events
+from dflash_trt.servers.dynamo.page import Page, read_page
 from dflash_trt.servers.dynamo.settings import GatewaySettings
 
 _FRONTEND_MAX_BODY_BYTES: Final = 45 * 2**20  # Dynamo's own
@@ -101,7 +102,13 @@ def make_app(gateway: Gateway) -> web.Application:
     for path in ("/v1/models", "/v1/models/{model:.+}", "/metrics"):
         app.router.add_get(path, gateway.forward)
     app.router.add_get("/health", gateway.health)
+    if gateway.page is not None:
+        app.router.add_get("/", partial(_shown, gateway.page))
     return app
+
+
+async def _shown(page: Page, request: web.Request) -> web.Response:
+    return web.Response(body=page.body, headers=page.headers)
 
 
 async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -123,6 +130,7 @@ class Gateway:
         conversation = max_conversation_bytes(settings.max_text_bytes) or _FRONTEND_MAX_BODY_BYTES
         self.max_body_bytes = min(_FRONTEND_MAX_BODY_BYTES, conversation + _MAX_FIELD_BYTES)
         self.connections = Connections(limit)
+        self.page = None if settings.page is None else read_page(settings.page)
         self._settings = settings
         self._num_free = limit
         self._session: ClientSession

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
@@ -48,10 +48,20 @@ class WorkerSettings(Frozen):
     id_file: Path | None = None
 
 
+class PageSettings(Frozen):
+    """What the gateway's page says of its server, and asks of it."""
+
+    model: str
+    has_chat_template: bool
+    is_chat_model: bool
+    has_drafter: bool
+    reports_drafts: bool
+
+
 class GatewaySettings(Frozen):
     """The gateway's address, its front end's URL, and the engine's prompt limits: see PromptReader.
 
-    Without a tool call parser, requests with tools are refused.
+    Without a tool call parser, requests with tools are refused. Without `page` there is none.
     """
 
     host: str
@@ -60,6 +70,7 @@ class GatewaySettings(Frozen):
     max_prompt_tokens: int
     max_text_bytes: int
     has_tool_call_parser: bool
+    page: PageSettings | None = None
 
 
 def check_package() -> None:
@@ -95,6 +106,16 @@ def card_source(engine: EngineDir) -> Path:
             hint="Build the engine again with this version of dflash-trt.",
         )
     return directory
+
+
+def page_settings(engine: EngineDir, worker: WorkerSettings) -> PageSettings:
+    return PageSettings(
+        model=worker.model_name,
+        has_chat_template=has_chat_template(card_source(engine)),
+        is_chat_model=is_chat_model(card_source(engine), engine.manifest.target.eos_token_ids),
+        has_drafter=engine.manifest.draft is not None and worker.runtime.use_drafter,
+        reports_drafts=engine.manifest.reports_drafts,
+    )
 
 
 def shared_card(engine: EngineDir) -> Path:
@@ -149,6 +170,13 @@ def write_card(engine: EngineDir, directory: Path) -> None:
 
 def has_chat_template(card: Path) -> bool:
     return bool(StoredTokenizer.open(card).chat_templates)
+
+
+def is_chat_model(card: Path, eos_token_ids: Iterable[int]) -> bool:
+    """True if an end token of the model ends turns in its chat template: base models have templates, too."""
+    tokenizer = StoredTokenizer.open(card)
+    spelled = ["eos_token", *map(tokenizer.backend.id_to_token, eos_token_ids)]
+    return any(token in template for template in tokenizer.chat_templates.values() for token in spelled if token)
 
 
 def sampling_defaults(engine: EngineDir) -> dict[str, Any]:

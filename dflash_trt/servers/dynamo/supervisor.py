@@ -30,7 +30,7 @@ from dflash_trt.servers.dynamo.environment import (
     is_registered,
     local_environment,
 )
-from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, write_card
+from dflash_trt.servers.dynamo.settings import GatewaySettings, PageSettings, WorkerSettings, write_card
 from dflash_trt.servers.dynamo.state_directory import state_directory
 from dflash_trt.serving.llm import open_request_reader
 
@@ -62,6 +62,7 @@ class Service:
     port: int = 8000
     first_metrics_port: int = 8001
     frontend_arguments: tuple[str, ...] = ()
+    page: PageSettings | None = None
     log_file: Path | None = None
 
     def metrics_port(self, index: int) -> int:
@@ -296,6 +297,7 @@ class Supervisor:
             max_prompt_tokens=engine.manifest.build_config.max_seq_len - 1,
             max_text_bytes=max_text_bytes,
             has_tool_call_parser=service.worker.tool_call_parser is not None,
+            page=service.page,
         )
         return self._make_child(name="gateway", task=task, environment=local_environment(self._state))
 

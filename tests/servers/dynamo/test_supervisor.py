@@ -23,7 +23,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.servers.dynamo import contract, event_broker
 from dflash_trt.servers.dynamo import supervisor as module
 from dflash_trt.servers.dynamo.environment import LOOPBACK, forget_worker, is_registered, local_environment
-from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, card_source, check_package
+from dflash_trt.servers.dynamo.settings import GatewaySettings, PageSettings, WorkerSettings, card_source, check_package
 from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor, visible_gpus
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), runtime=RuntimeConfig(seed=3), model_name="m", namespace="n")
@@ -82,7 +82,8 @@ def test_the_first_workers_compute_prompts_for_the_others(make: Any, tmp_path: P
 
 
 def test_the_gateway_stands_before_the_front_end_which_is_on_loopback(make: Any, tmp_path: Path) -> None:
-    service = make(host="0.0.0.0", port=8123, frontend_arguments=("--router-mode", "kv"))
+    page = PageSettings(model="m", has_chat_template=True, is_chat_model=True, has_drafter=True, reports_drafts=True)
+    service = make(host="0.0.0.0", port=8123, frontend_arguments=("--router-mode", "kv"), page=page)
     assert service._gateway().task == GatewaySettings(
         host="0.0.0.0",
         port=8123,
@@ -90,6 +91,7 @@ def test_the_gateway_stands_before_the_front_end_which_is_on_loopback(make: Any,
         max_prompt_tokens=63,
         max_text_bytes=1234,
         has_tool_call_parser=False,
+        page=page,
     )
     front_end = service._frontend()
     words = list(front_end.task)
