@@ -20,6 +20,8 @@ NOT_RUN = {
     "cd dflash-trt": "the wheel stands for the clone",
     "scripts/install": "the wheel stands for the clone",
     "scripts/serve_triton_demo": "a checkout's, and installs a server",
+    ".venv/bin/pip install 'dflash-trt[serve]'": "check_wheel --extras installs it",
+    ".venv/bin/dflash-trt serve": "runs until it is stopped",
     "dflash-trt plan Qwen3-8B": "needs published checkpoints",
     "dflash-trt build --target Qwen3-8B": "needs published checkpoints",
     "dflash-trt run qwen3-8b-dflash": "needs published checkpoints",

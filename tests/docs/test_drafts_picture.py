@@ -30,6 +30,19 @@ def test_lines_break_where_the_text_does_and_markup_is_escaped() -> None:
     assert root.get("viewBox") == f"0 0 {round(7 * 8.43) + 32} {4 * 20 + 32}"
 
 
+def test_the_picture_is_as_the_script_draws_it() -> None:
+    """Its lines, drawn again; a run that makes them anew would depend on the machine's rounding."""
+    text = PICTURE.read_text()
+    root = ElementTree.fromstring(text)
+    lines = [[(span.text or "", span.get("class") or "") for span in line] for line in root.iter(f"{NAMESPACE}text")]
+    (title,) = (child.text or "" for child in root.iter(f"{NAMESPACE}title"))
+    assert svg(lines, title) == text
+    length = float(
+        title.removeprefix("Text by the origin of its tokens: ").removesuffix(" tokens per step of the target")
+    )
+    assert 1 < length <= 8
+
+
 def test_the_picture_is_of_a_text_with_drafts_of_both_kinds_and_asks_for_nothing_outside() -> None:
     text = PICTURE.read_text()
     *drawn, one, two, three, four = pieces(text)
