@@ -20,10 +20,8 @@ PROMPT = """class Parser:
     def __call__(self, """
 NUM_TOKENS = 81
 LEGEND = (
-    ("accepted drafts", "accepted"),
-    ("  rejected drafts", "rejected"),
-    ("  the target's own tokens", "target"),
-    ("  prompt", "prompt"),
+    *(("accepted drafts", "accepted"), ("   ", "prompt"), ("rejected drafts", "rejected"), ("   ", "prompt")),
+    *(("the target's own tokens", "target"), ("   prompt", "prompt")),
 )
 
 _FONT_SIZE, _LINE_HEIGHT, _MARGIN = 14, 20, 16  # pixels
@@ -31,7 +29,7 @@ _ADVANCE = 8.43  # of a letter
 _STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; }
 .page { fill: #ffffff; } .prompt { fill: #6e7781; } .target { fill: #1f2328; font-weight: 700; }
-.accepted { fill: #1a7f37; } .rejected { fill: #cf222e; text-decoration: line-through; }
+.accepted { fill: #1a7f37; } .rejected { fill: #cf222e; fill-opacity: 0.75; text-decoration: line-through 1px; }
 @media (prefers-color-scheme: dark) {
   .page { fill: #0d1117; } .prompt { fill: #8b949e; } .target { fill: #f0f6fc; }
   .accepted { fill: #3fb950; } .rejected { fill: #ff7b72; }

@@ -11,13 +11,13 @@ from pathlib import Path
 from scripts.browser import DESKTOP, PHONE, Tab, find_chromium, open_tab
 from scripts.draw_drafts import NUM_TOKENS, PROMPT
 
-NAMES = {"page.webp": (DESKTOP, False), "page_phone.webp": (PHONE, True)}  # size, and whether it is dark
+NAMES = {"page.webp": (DESKTOP, False, 2), "page_phone.webp": (PHONE, True, 1)}  # size, whether it is dark, scale
 _SETTLED_S = 1.5  # colors of new drafts fade
 
 
 def draw(tab: Tab, url: str, directory: Path) -> None:
-    for name, (size, is_dark) in NAMES.items():
-        tab.open(f"{url}/", size, is_dark=is_dark, scale=2)
+    for name, (size, is_dark, scale) in NAMES.items():
+        tab.open(f"{url}/", size, is_dark=is_dark, scale=scale)
         tab.evaluate(f"$('max_tokens').value = {NUM_TOKENS}; $('prompt').focus()")
         tab.type(PROMPT)
         tab.press("Enter", with_ctrl=True)

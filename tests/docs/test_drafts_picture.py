@@ -45,8 +45,8 @@ def test_the_picture_is_as_the_script_draws_it() -> None:
 
 def test_the_picture_is_of_a_text_with_drafts_of_both_kinds_and_asks_for_nothing_outside() -> None:
     text = PICTURE.read_text()
-    *drawn, one, two, three, four = pieces(text)
-    assert [one, two, three, four] == list(LEGEND)
+    drawn, legend = pieces(text)[: -len(LEGEND)], pieces(text)[-len(LEGEND) :]
+    assert legend == list(LEGEND)
     assert {style for _, style in drawn} == {"prompt", "accepted", "rejected", "target"}
     prompt = "".join(text for text, style in drawn if style == "prompt")
     assert prompt == PROMPT.replace("\n", "")

@@ -264,8 +264,12 @@ def test_run_prints_what_the_server_generates(
 ) -> None:
     rows = "".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS)
     (tmp_path / "rows.jsonl").write_text(rows)
-    result = CliRunner().invoke(cli, ["run", str(engine.path), "--input-file", str(tmp_path / "rows.jsonl"), "--json"])
+    words = ["run", engine.path, "--input-file", tmp_path / "rows.jsonl", "--json", "--trace-file", tmp_path / "trace"]
+    result = CliRunner().invoke(cli, [*map(str, words)])
     assert result.exit_code == 0, result.output
+    steps = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    assert any(step["num_candidates"] for step in steps)
+    assert not any(step["num_candidates"] and "draft_token_ids" in step for step in steps)  # it does not say them
     document = json.loads(result.stdout)
     assert [row["text"] for row in document["outputs"]] == [output.text for output in expected]
     assert document["kv_pages"] is None and document["summary"]["acceptance_length"] > 1

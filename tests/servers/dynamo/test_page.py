@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,13 @@ from aiohttp.test_utils import TestServer
 
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.servers.dynamo import page
-from dflash_trt.servers.dynamo.gateway import Gateway, make_app
+from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
 from dflash_trt.servers.dynamo.settings import PageSettings, is_chat_model
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.marked_texts import marked_texts
 from scripts.browser import DESKTOP, PHONE, Tab, find_chromium, open_tab
 from scripts.draw_page import NAMES, draw
-from tests.servers.dynamo.serving import Server
+from tests.servers.dynamo.serving import Server, free_ports
 from tests.servers.dynamo.test_gateway import settings
 
 FILE = Path(page.__file__).with_name("page.html").read_text()
@@ -317,6 +319,56 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(server: Server, ta
         tab.press("Tab")
         seen.add(tab.evaluate("document.activeElement.id || document.activeElement.textContent"))
     assert {"Skip to the prompt", "new", "show-drafts", "temperature", "schema", "log", "curl", "prompt", "go"} <= seen
+
+
+@contextmanager
+def gateway_without_front_end(shown: PageSettings) -> Iterator[str]:
+    """Its URL."""
+    port, is_up = free_ports(1), threading.Event()
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        own = settings("http://127.0.0.1:9", port=port).model_copy(update={"page": shown})
+        async with open_gateway(own, limit=20):
+            is_up.set()
+            await stopped.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert is_up.wait(10)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join()
+        loop.close()
+
+
+def test_without_a_drafter_the_page_is_silent_about_drafts_and_a_dead_front_end_is_told(tab: Tab) -> None:
+    shown = SERVER.model_copy(update={"has_drafter": False, "has_chat_template": False})
+    with gateway_without_front_end(shown) as url:
+        tab.open(url)
+        assert "draft" not in tab.evaluate("document.body.innerText")
+        assert tab.evaluate("$('mode-chat').disabled && $('mode-text').checked")
+        assert tab.evaluate("[$('model').textContent, document.title]") == [
+            SERVER.model,
+            f"{SERVER.model} \u00b7 dflash-trt",
+        ]
+        ask(tab, PROMPT)
+        assert "front end is being started again" in tab.evaluate("document.querySelector('[role=alert]').textContent")
+        assert tab.evaluate("$('running').textContent") == "\u2013"
+        tab.open("about:blank#left")
+    tab.complaints.clear()  # the browser's own lines about a status of 503
+
+
+def test_a_backend_that_does_not_report_drafts_is_not_asked_for_them(server: Server, tab: Tab) -> None:
+    tab.open(server.url)
+    tab.evaluate(
+        "SERVER.reports_drafts = false; real = fetch; fetch = (url, o) => { asked = o.body; return real(url, o); }; 0"
+    )
+    ask(tab, PROMPT)
+    assert "reports_drafts" not in tab.evaluate("asked")
+    assert set(tab.evaluate(f"{TARGETS}.map((span) => span.className)")) == {"prompt", "plain"}
 
 
 def test_a_text_that_a_parser_of_the_server_took_apart_is_shown_as_it_was_received(server: Server, tab: Tab) -> None:
