@@ -11,7 +11,7 @@ from pathlib import Path
 from scripts.browser import DESKTOP, PHONE, Tab, find_chromium, open_tab
 from scripts.draw_drafts import NUM_TOKENS, PROMPT
 
-NAMES = {"page.webp": (DESKTOP, False, 2), "page_phone.webp": (PHONE, True, 1)}  # size, whether it is dark, scale
+NAMES = {"page_phone.webp": (PHONE, True, 1), "page.webp": (DESKTOP, False, 2)}  # size, whether it is dark, scale
 _SETTLED_S = 1.5  # colors of new drafts fade
 
 
@@ -22,6 +22,7 @@ def draw(tab: Tab, url: str, directory: Path) -> None:
         tab.type(PROMPT)
         tab.press("Enter", with_ctrl=True)
         tab.wait_for("document.querySelector('footer p') !== null")
+        tab.wait_for("$('total-speed').textContent !== '\u2013'")
         time.sleep(_SETTLED_S)
         tab.screenshot(directory / name)
 
