@@ -1,6 +1,7 @@
 """`dflash-trt serve` and `dflash-trt worker`: the OpenAI API, through NVIDIA Dynamo."""
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import click
 
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import ConfigError, DFlashError
+from dflash_trt.core.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -105,9 +107,14 @@ def serve(engine_dir: Path, **options: Any) -> None:
 
 @click.command(
     short_help="Serve an engine in a larger Dynamo deployment.",
-    epilog=examples("dflash-trt worker engine --discovery-backend etcd --namespace production"),
+    epilog=examples("dflash-trt worker engine --host 10.0.0.2 --namespace production"),
 )
 @click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    help="Address of this machine that the front end reaches; the worker listens there. etcd needs it.",
+)
 @click.option("--namespace", default="dynamo", show_default=True, help="Dynamo namespace of the deployment.")
 @click.option(
     "--discovery-backend",
@@ -144,17 +151,26 @@ def serve(engine_dir: Path, **options: Any) -> None:
 def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
     """Serve one engine for a front end of NVIDIA Dynamo that runs elsewhere, until a signal.
 
-    Dynamo's environment variables (DYN_TCP_RPC_HOST, DYN_TCP_RESPONSE_STREAM_HOST, DYN_SYSTEM_PORT, ...) set addresses
-    and ports of its sockets.
+    ETCD_ENDPOINTS and NATS_SERVER are the addresses of the registry and of NATS. Dynamo's other variables
+    (DYN_SYSTEM_PORT, DYN_SYSTEM_HOST, DYN_TCP_RPC_PORT, ...) set single ports and addresses.
     """
     from dflash_trt.servers.dynamo.settings import check_package
+    from dflash_trt.servers.dynamo.worker_address import host_of_worker, notices
 
     check_package()
     is_prefill = options["role"] == "prefill"
     settings, _ = _settings(engine_dir, options, does_prefill=is_prefill, needed="--role prefill")
+    settings = settings.model_copy(update={"host": host_of_worker(settings, os.environ)})
+    for line in notices(settings, os.environ):
+        click.echo(line, err=True)
     from dflash_trt.servers.dynamo.contract import run_worker
 
-    context.exit(run_worker(settings))
+    code = run_worker(settings)
+    if code == ExitCode.DONE:  # a signal ends the process without coming back here
+        expected, found = "one that lasts until a signal", "an expired one, as after a time without a network"
+        hint = "Start the worker again, as systemd does with Restart=always."
+        raise DFlashError.about("registration", expected=expected, found=found, hint=hint)
+    context.exit(code)
 
 
 def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, EngineDir]":

@@ -28,6 +28,7 @@ from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import settings_line
 from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -647,7 +648,7 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
 
     worker_process = recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
     words = ["--namespace", "n", "--discovery-backend", "kubernetes", "--request-plane", "nats", *MODEL]
-    words += ["--event-plane", "nats"]
+    words += ["--event-plane", "nats", "--host", "127.0.0.1"]
     cases = runtime_cases()
     for runtime, config in cases:
         assert invoke("worker", engine_dir, *words, *runtime).stderr == "error: recorded\n"
@@ -658,23 +659,45 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
             discovery_backend="kubernetes",
             request_plane="nats",
             event_plane="nats",
+            host="127.0.0.1",
             **OF_MODEL,
         )
     tiers = ["--disk-cache-dir", "/disk", "--host-cache-bytes", "1MiB"]
-    shared = ["--role", "prefill", "--prefill-min-tokens", "7", *tiers]
+    pod = ["--discovery-backend", "kubernetes"]
+    shared = ["--role", "prefill", "--prefill-min-tokens", "7", *tiers, *pod]
     assert invoke("worker", engine_dir, *shared).stderr == "error: recorded\n"
     settings = worker_process.arguments["settings"]
-    assert (settings.role, settings.prefill_min_tokens) == ("prefill", 7)
+    assert (settings.role, settings.prefill_min_tokens, settings.host) == ("prefill", 7, None)
     default = WorkerSettings.model_fields["prefill_min_tokens"].default
     assert f"that answers them.  [default: {default}]" in " ".join(option.help or "" for option in worker.params)
     for unfit, refusal in (
-        (["--role", "decode"], "--role decode: expected --disk-cache-dir as well, found none."),
+        ([*pod, "--role", "decode"], "--role decode: expected --disk-cache-dir as well, found none."),
         (["--role", "decode", *shared[2:]], "--prefill-min-tokens: expected --role prefill as well, found none."),
     ):
         refused = invoke("worker", engine_dir, *unfit)
         assert refused.exit_code == 2 and refusal in refused.stderr
     more = [["dir", *words, *runtime] for runtime, _ in cases]
     assert options_never_set(worker, ["dir"], *more, ["dir", *shared]) == {"engine_dir"}
+
+
+def test_a_worker_of_etcd_needs_an_address_and_says_whom_it_serves(engine_dir, invoke, monkeypatch) -> None:
+    monkeypatch.delenv("DYN_TCP_RPC_HOST", raising=False)
+    recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
+    refused = invoke("worker", engine_dir)
+    assert refused.exit_code == 2
+    assert "--discovery-backend etcd: expected --host as well, found none. Pass an address" in refused.stderr
+    served = invoke("worker", engine_dir, "--host", "127.0.0.1", "--event-plane", "nats").stderr
+    assert served == "--host 127.0.0.1: only a front end on this machine reaches this worker\nerror: recorded\n"
+
+
+def test_a_worker_that_ends_without_a_signal_has_failed(engine_dir, invoke, monkeypatch) -> None:
+    """Dynamo ends it when its lease has expired; a process manager is to start it again."""
+    pod = ["--discovery-backend", "kubernetes"]
+    for code, expected in ((ExitCode.DONE, ExitCode.FAILED), (ExitCode.ENGINE_LOST, ExitCode.ENGINE_LOST)):
+        monkeypatch.setattr("dflash_trt.servers.dynamo.contract.run_worker", lambda settings, code=code: code)
+        ended = invoke("worker", engine_dir, *pod)
+        assert ended.exit_code == expected
+        assert ("registration: expected one that lasts" in ended.stderr) == (expected == ExitCode.FAILED)
 
 
 def test_every_command_with_options_is_here() -> None:

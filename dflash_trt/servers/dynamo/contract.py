@@ -28,6 +28,7 @@ from dflash_trt.servers.dynamo.metrics import registry_of
 from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
 from dflash_trt.servers.dynamo.service import EngineService, RegisteredLimits, open_service
 from dflash_trt.servers.dynamo.settings import WorkerSettings, has_chat_template, shared_card
+from dflash_trt.servers.dynamo.worker_address import worker_environment
 
 if TYPE_CHECKING:
     from dynamo._core import Context
@@ -146,11 +147,13 @@ class DynamoEngine(LLMEngine):
 
 
 def run_worker(settings: WorkerSettings) -> int:
-    """Serve until a signal; returns the exit code.
+    """Serve until a signal, or until the registration has ended; returns the exit code.
 
     Raises:
         ConfigError, EngineDirError, CapacityError, RankError: the engine cannot be opened, or has no model card.
     """
+    if settings.host is not None:
+        os.environ.update(worker_environment(settings.host, os.environ))
     engine = EngineDir.open(settings.engine_dir)
     card = settings.card or shared_card(engine)
     events = PrefixEvents()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+ADDRESSES = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_SYSTEM_HOST", "DYN_EVENT_PLANE_HOST")
 _LOG_FILTER = (  # refusals and stops are no errors; the line for each request (`request_span`) cannot be turned off
     "error,tower_http=off,dynamo_runtime::component=off,dynamo_runtime::storage=off,"
     "dynamo_llm::http=off,dynamo_llm::kv_router::indexer::recovery=off"
@@ -27,12 +28,9 @@ def local_environment(state: Path, *, base: Mapping[str, str] | None = None) -> 
     environment.setdefault("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", _ERROR_WINDOW_MS)
     xsub, xpub = event_addresses(state)
     return environment | {
+        **dict.fromkeys(ADDRESSES, LOOPBACK),
         "TMPDIR": str(state),  # Dynamo leaves files of its logging there
         "DYN_FILE_KV": str(state / "registrations"),
-        "DYN_TCP_RPC_HOST": LOOPBACK,
-        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
-        "DYN_SYSTEM_HOST": LOOPBACK,
-        "DYN_EVENT_PLANE_HOST": LOOPBACK,
         "DYN_ZMQ_BROKER_URL": f"xsub={xsub} , xpub={xpub}",  # without a broker each publisher listens everywhere
     }
 

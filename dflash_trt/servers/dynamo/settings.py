@@ -28,8 +28,9 @@ class WorkerSettings(Frozen):
     """One engine and its front end, with the front end's planes and discovery backend.
 
     `num_replicas` share this machine. A prefill worker leaves prompts of fewer than `prefill_min_tokens` to the decode
-    worker. `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which its front end runs. `card` is
-    the directory of the model card (default: the engine's own). The worker writes its instance id into `id_file`.
+    worker. Sockets are at `host` (default: where Dynamo's variables say). `tool_call_parser` and `reasoning_parser` are
+    names of Dynamo's parsers, which its front end runs. `card` is the directory of the model card (default: the
+    engine's own). The worker writes its instance id into `id_file`.
     """
 
     engine_dir: Path
@@ -38,6 +39,7 @@ class WorkerSettings(Frozen):
     num_replicas: int = 1
     role: Role = "both"
     prefill_min_tokens: int = DEFAULT_MIN_TOKENS
+    host: str | None = None
     namespace: str = "dynamo"
     discovery_backend: Literal["file", "etcd", "kubernetes"] = "file"
     request_plane: Literal["tcp", "nats"] = "tcp"

@@ -479,10 +479,11 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "model_name": ("m", "served_model_name"),
 }
 OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role", "prefill_min_tokens"}
+OF_SOCKETS = {"host"}  # see test_worker_address.py
 
 
 def test_every_setting_of_a_worker_reaches_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(SETTINGS) | OF_THE_ENGINE == set(WorkerSettings.model_fields)
+    assert set(SETTINGS) | OF_THE_ENGINE | OF_SOCKETS == set(WorkerSettings.model_fields)
     plain = {"engine_dir": Path("e"), "model_name": "plain"}
     for has_template, types in ((True, "chat,completions"), (False, "completions")):
         monkeypatch.setattr(contract, "has_chat_template", lambda card, answer=has_template: answer)
