@@ -45,6 +45,7 @@ NOT_RUN = {
     "dflash-trt deploy triton": "needs the environment of a server; tests/triton_server deploys",
     "dflash-trt serve": "runs until it is stopped; tests/servers/dynamo starts it",
     "dflash-trt worker": "needs a front end and etcd; tests/servers/dynamo runs workers",
+    "etcd": "is a Debian package; tests/servers/dynamo/test_nodes.py runs it",
     "pip install": "installs",
     "aiperf": "is not a dependency; was run by hand",
     "python -m scripts.load_openai": "minutes; tests/servers/dynamo/test_load.py runs a short one",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Page
 
-LANGUAGES = {"bash", "console", "python", "yaml", "text"}
+LANGUAGES = {"bash", "console", "python", "yaml", "ini", "text"}
 
 # What commands write, other software has, or a user brings.
 _FOREIGN_PATHS = re.compile(

@@ -1,4 +1,4 @@
-"""Which address a worker listens at, and who is refused one."""
+"""Which address a worker listens at, and who is refused one. What sockets there are is tested in test_nodes.py."""
 
 from pathlib import Path
 from typing import Any
