@@ -3,7 +3,6 @@
 Knows options, files and the terminal; everything about generation is LLM's.
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -229,8 +228,10 @@ def _with_drafts(sink: _Sink, rows: Sequence[InputRow], codec: "TextCodec") -> _
 
 def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow]) -> _Sink:
     """Keep rows as they finish."""
+    from dflash_trt.engine_dir import EngineDir
+
     assert options.output_file is not None
-    settings = {"engine": _engine_sha256(options.engine_dir)} | options.text_settings()
+    settings = {"engine": EngineDir.open(options.engine_dir).sha256} | options.text_settings()
     partial = stack.enter_context(
         partial_results(options.output_file, options.trace_file, rows, settings, resumes=options.resume)
     )
@@ -242,14 +243,6 @@ def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
             partial.add(index, output, has_trace=options.trace_file is not None)
 
     return _Sink(emit=emit, finished=partial.finished)
-
-
-def _engine_sha256(path: Path) -> str:
-    """Hash of the engine's contents, which do not depend on provenance.json."""
-    from dflash_trt.engine_dir import EngineDir
-
-    fields = EngineDir.open(path).manifest.model_dump(mode="json")
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOptions) -> dict[int, GenerationOutput]:

@@ -70,6 +70,12 @@ class EngineDir:
         return cls(path, manifest)
 
     @property
+    def sha256(self) -> str:
+        """Hash of the engine's contents, which do not depend on provenance.json."""
+        fields = self.manifest.model_dump(mode="json")
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @property
     def tokenizer_path(self) -> Path | None:
         """The tokenizer's directory; None for an engine of token ids only."""
         has_tokenizer = any(name.startswith(f"{TOKENIZER_DIR}/") for name in self.manifest.files)
