@@ -43,6 +43,7 @@ RULES: dict[str, Rule] = {
         libraries=_set("pydantic"),
         file_libraries={
             "host_resources.py": _set("psutil"),
+            "tcp.py": _set("psutil"),
             "dtype.py": _set("torch"),
             "array.py": _set("numpy"),
             "step_plan.py": _set("numpy"),

@@ -17,7 +17,7 @@ import click
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import KV_BUDGET
+from dflash_trt.core.runtime_config import KV_BUDGET, NODES
 from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.llm import LLM
@@ -188,7 +188,7 @@ def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
     "--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS", help="How long to send traffic."
 )
 @click.option("--traffic-seed", default=0, show_default=True, help="Seed of the traffic.")
-@runtime_options(without=[*KV_BUDGET, "adaptive_draft_length", "max_queue_len"])
+@runtime_options(without=[*KV_BUDGET, *NODES, "adaptive_draft_length", "max_queue_len"])
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def main(engine_dir: Path, duration_s: float, traffic_seed: int, as_json: bool, **runtime: Any) -> None:
     """Random traffic against an engine of backend torch or tensorrt; fails when a page or a request is lost.

@@ -144,8 +144,10 @@ def plan_engine_pages(
     model, build = engine.pretrained_config, engine.build_config
     num_ranks = model.mapping.world_size
 
+    num_local_ranks = num_ranks // config.nnodes
+
     def share_of_host() -> int:
-        return available_memory_bytes() // num_ranks
+        return available_memory_bytes() // num_local_ranks
 
     fraction = config.kv_cache_free_memory_fraction or default_fraction
     budget_bytes = config.kv_cache_bytes or int((free_bytes or share_of_host)() * fraction)
@@ -158,16 +160,16 @@ def plan_engine_pages(
         budget_bytes=budget_bytes,
         num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
         steps=step_sizes(build, has_drafter=config.use_drafter) if has_groups else None,
-        host_bytes=_host_bytes(config, num_ranks, kv_bytes=budget_bytes if free_bytes is None else 0),
+        host_bytes=_host_bytes(config, num_local_ranks, kv_bytes=budget_bytes if free_bytes is None else 0),
     )
 
 
-def _host_bytes(config: RuntimeConfig, num_ranks: int, *, kv_bytes: int) -> int:
+def _host_bytes(config: RuntimeConfig, num_local_ranks: int, *, kv_bytes: int) -> int:
     """Of each rank, beside `kv_bytes` of the host that its pages may take. Raises CapacityError."""
     wanted = config.host_cache_bytes or 0
-    if wanted and wanted + kv_bytes > (most := available_memory_bytes() // num_ranks):
+    if wanted and wanted + kv_bytes > (most := available_memory_bytes() // num_local_ranks):
         beside = f" beside {kv_bytes} of K/V pages" if kv_bytes else ""
-        ranks = ", a rank's share" if num_ranks > 1 else ""
+        ranks = ", a rank's share" if num_local_ranks > 1 else ""
         raise CapacityError.about(
             "host_cache_bytes",
             expected=f"at most {max(0, most - kv_bytes)} bytes, which are free{beside}{ranks}",

@@ -21,7 +21,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 
 if TYPE_CHECKING:
-    from dflash_trt.backends.torch.process_group import ProcessRanks
+    from dflash_trt.backends.torch.process_group import ProcessRanks, StoreAddress
 
 _NUM_WARM_STEPS = 20
 _PAGE_SIZE = 32
@@ -107,10 +107,10 @@ class _OpenIdle(OpenShard):
 
 
 def _ranked(executor: IdleExecutor, num_ranks: int) -> RankedExecutor:
-    def order(store_path: Path) -> OpenShard:
+    def order(rendezvous: Path | StoreAddress) -> OpenShard:
         options = ShardOptions(
             num_ranks=num_ranks,
-            store_path=store_path,
+            rendezvous=rendezvous,
             config=RuntimeConfig(device="cpu", num_threads=default_num_threads(num_ranks)),
             timeout_s=_TIMEOUT_S,
             load_timeout_s=_TIMEOUT_S,

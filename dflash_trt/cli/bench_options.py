@@ -10,7 +10,7 @@ import click
 
 from dflash_trt.cli.prompts import Defaults, read_jobs
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import PREFIX_TIERS
+from dflash_trt.core.runtime_config import NODES, PREFIX_TIERS
 from dflash_trt.demo import PROMPTS
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
-# Rounds are greedy, under a closed load, and must not profit from the ones before.
-FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", *PREFIX_TIERS, "max_queue_len", "seed")
+# Rounds are greedy, under a closed load, and must not profit from the ones before; they open an engine several times.
+FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", *PREFIX_TIERS, *NODES, "max_queue_len", "seed")
 
 INPUT = click.option(
     "--input-file",

@@ -11,13 +11,13 @@ from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
 
 _SETTINGS = (
-    runtime_options(without=["device"]),  # an instance's device follows from its group: --gpus, or the CPU
+    runtime_options(without=["device", *NODES]),  # an instance's device follows from its group: --gpus, or the CPU
     click.option("--default-max-new-tokens", type=int, default=128, show_default=True, help="Default of requests."),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
     click.option("--system", metavar="TEXT", help="System message of these conversations."),

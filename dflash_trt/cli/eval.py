@@ -18,7 +18,7 @@ from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
-@runtime_options(without=["seed"])  # texts are greedy
+@runtime_options(without=["seed", *NODES])  # texts are greedy
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:

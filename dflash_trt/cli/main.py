@@ -23,6 +23,7 @@ from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.other_engines import Group, answered
 from dflash_trt.cli.plan import plan
+from dflash_trt.cli.ranks import ranks
 from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
@@ -83,6 +84,7 @@ cli.add_command(doctor)
 cli.add_command(evaluate)
 cli.add_command(inspect)
 cli.add_command(plan)
+cli.add_command(ranks)
 cli.add_command(recipes)
 cli.add_command(run)
 cli.add_command(serve)

@@ -14,7 +14,7 @@ from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_te
 from dflash_trt.core.chat_template_options import options_from_words
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import KV_BUDGET, PREFIX_TIERS, RuntimeConfig
+from dflash_trt.core.runtime_config import KV_BUDGET, NODES, PREFIX_TIERS, RuntimeConfig
 
 STDIN_NAME = Path("-")
 _NOT_OF_TEXTS = (
@@ -33,7 +33,7 @@ _PROMPTS = "--prompt, --input-file or piped text"
 _TEXTS = "texts on stdout: no --json, no --output-file and no --input-file"
 _ROWS = "--json, --output-file or --input-file"
 _CONVERSATIONS = "--chat, or an --input-file with messages"
-_RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, *PREFIX_TIERS, "max_queue_len", "seed"}
+_RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, *PREFIX_TIERS, *NODES, "max_queue_len", "seed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

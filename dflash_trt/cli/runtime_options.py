@@ -8,7 +8,7 @@ import click
 
 from dflash_trt.cli.other_engines import Choice
 from dflash_trt.core.draft_lengths import lengths_text
-from dflash_trt.core.runtime_config import Option, RuntimeConfig, bound, option_of, reads_text, value_type
+from dflash_trt.core.runtime_config import NODES, Option, RuntimeConfig, bound, option_of, reads_text, value_type
 
 
 def runtime_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -51,8 +51,8 @@ def settings_line(config: RuntimeConfig) -> str:
 
 
 def _is_told(name: str, value: object) -> bool:
-    field = RuntimeConfig.model_fields[name]
-    return value is not None and (value != field.default or value_type(name) is not bool)
+    is_default = value == RuntimeConfig.model_fields[name].default
+    return value is not None and not (is_default and (name in NODES or value_type(name) is bool))
 
 
 def _typed(name: str, value: object) -> str:

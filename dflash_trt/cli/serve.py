@@ -184,8 +184,13 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
     settings, engine = _settings(engine_dir, options, does_prefill=num_prefill > 0, needed="--prefill-workers")
-    groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size)
+    nnodes = settings.runtime.nnodes
+    groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size // nnodes)
     num_replicas = len(groups) or replicas or 1 + num_prefill
+    if nnodes > 1 and num_replicas > 1:
+        hint = "Start a worker for each, with a --master-port of its own: see `dflash-trt worker`."
+        expected = f"one replica, which has {nnodes} nodes"
+        raise ConfigError.about("--nnodes", expected=expected, found=str(num_replicas), hint=hint)
     if num_prefill >= num_replicas:
         expected, found = f"more than {num_prefill} replicas, the others decode", str(num_replicas)
         raise ConfigError.about("--prefill-workers", expected=expected, found=found, hint="Raise --replicas or --gpus.")
@@ -231,13 +236,14 @@ def worker_settings(
 ) -> "tuple[WorkerSettings, EngineDir]":
     """Raises ConfigError or EngineDirError before anything starts. `options` are further settings fields."""
     from dflash_trt.engine_dir import EngineDir
-    from dflash_trt.executor.opening import check_drafting
+    from dflash_trt.executor.opening import check_drafting, check_nodes
     from dflash_trt.servers.dynamo.roles import runtime_of
     from dflash_trt.servers.dynamo.settings import WorkerSettings, card_source
 
     engine = EngineDir.open(engine_dir)
     card_source(engine)
     check_drafting(engine, runtime)
+    check_nodes(engine, runtime)
     runtime_of(options.get("role", "both"), runtime)
     name = model_name or engine_dir.resolve().name
     return WorkerSettings(engine_dir=engine_dir.resolve(), runtime=runtime, model_name=name, **options), engine

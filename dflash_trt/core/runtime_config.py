@@ -195,6 +195,18 @@ class RuntimeConfig(Frozen):
         Field(ge=1, le=MAX_INT32),
         Option(help="PyTorch's CPU threads per rank (default: the cores, divided among the ranks)."),
     ] = None
+    nnodes: Annotated[
+        int,
+        Field(ge=1, le=MAX_INT32),
+        Option(help="Machines that the ranks are on, an equal number each; the others run `dflash-trt ranks`."),
+    ] = 1
+    master_addr: Annotated[
+        str | None,
+        Option(metavar="HOST", help="Address of this machine for the others, which node 0 listens on (with --nnodes)."),
+    ] = None
+    master_port: Annotated[
+        int, Field(ge=1, le=65535), Option(help="Port of --master-addr; connections of ranks have ports of their own.")
+    ] = 29500
     plugin_library: Annotated[
         str | None,
         BeforeValidator(_absolute_path),
@@ -257,6 +269,7 @@ class RuntimeConfig(Frozen):
 
 KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
 PREFIX_TIERS = ("host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts")
+NODES = ("nnodes", "master_addr", "master_port")
 _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("enable_prefix_caching", "num_state_snapshots"),
@@ -311,7 +324,7 @@ def _expected(name: str) -> str:
     if kind is bool:
         return "True or False"
     if kind is str:
-        return "a path"
+        return "a host name or an address" if name == "master_addr" else "a path"
     if kind is float:
         return f"a number in ({bound(name, 'gt'):g}, {bound(name, 'le'):g}]"
     return f"an integer of {bound(name, 'ge')} or more"

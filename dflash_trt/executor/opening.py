@@ -12,7 +12,7 @@ from dflash_trt.backends.page_budget import PagePlan as PagePlan
 from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.core.draft_lengths import usual_draft_lengths
 from dflash_trt.core.errors import EngineDirError, raise_all
-from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
+from dflash_trt.core.runtime_config import NODES, Device, RuntimeConfig, SettingError
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -68,6 +68,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         backend_of("tensorrt_llm").open(engine, config)  # refuses: it runs requests, not steps
     check_drafting(engine, config)
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    check_nodes(engine, config)
     device = _resolved_device(engine, config.device)
     _check_plugin_library(engine, config.plugin_library)
     if config.draft_window is not None and engine.manifest.backend == "tensorrt":
@@ -96,7 +97,9 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
         "overlap_scheduling": _overlaps(config, device),
-        "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
+        "num_threads": default_num_threads(num_ranks // config.nnodes)
+        if config.num_threads is None
+        else config.num_threads,
     }
     if config.use_drafter:
         most = max_draft_len(engine)
@@ -166,6 +169,26 @@ def _check_disk_cache(config: RuntimeConfig) -> None:
         if getattr(config, name) != RuntimeConfig.model_fields[name].default and getattr(config, other) is None:
             hint = "Files are read into host memory, and written from there." if name == "disk_cache_dir" else "Add it."
             raise SettingError(name, expected=f"{other} as well", found="none", hint=hint)
+
+
+def check_nodes(engine: EngineDir, config: RuntimeConfig) -> None:
+    """Raises SettingError for nodes that the ranks do not fill, half of the settings, and files of all ranks."""
+    num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    if config.nnodes == 1:
+        for name in NODES:
+            if (value := getattr(config, name)) != RuntimeConfig.model_fields[name].default:
+                raise SettingError(name, expected="nnodes of 2 or more as well", found=str(value), hint="Add it.")
+        return
+    if num_ranks % config.nnodes:
+        hint = "Every node has an equal number of ranks; build the engine with another tp_size."
+        expected = f"a divisor of {num_ranks}, the engine's ranks"
+        raise SettingError("nnodes", expected=expected, found=str(config.nnodes), hint=hint)
+    if config.master_addr is None:
+        hint = "Name an address of this machine that the other nodes reach."
+        raise SettingError("master_addr", expected="an address, for several nodes", found="none", hint=hint)
+    if config.disk_cache_dir is not None:
+        hint = "Rank 0 reads and writes the blocks of all ranks. Leave it out; host_cache_bytes works on every node."
+        raise SettingError("disk_cache_dir", expected="ranks on one node", found=f"{config.nnodes} nodes", hint=hint)
 
 
 def _check_host_cache(config: RuntimeConfig, *, shares_prefixes: bool) -> None:

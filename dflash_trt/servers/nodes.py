@@ -70,7 +70,7 @@ def mpi_command(nodes: Nodes, hosts: Sequence[str]) -> list[str]:
 
 def _problems(backend: str, num_ranks: int, gpus_per_node: int) -> Iterator[str]:
     if backend != "tensorrt_llm":
-        hint = "Build it with --backend tensorrt_llm: engines of the others run on one node."
+        hint = "Start `dflash-trt serve` on the first node and `dflash-trt ranks` on each other."
         yield problem("engine", expected="backend tensorrt_llm", found=backend, hint=hint)
     if num_ranks % gpus_per_node:
         expected = f"a divisor of {num_ranks}, the engine's ranks"

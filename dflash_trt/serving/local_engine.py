@@ -38,7 +38,8 @@ class LocalEngine(EngineLoop):
         open_executor: Callable[[], EngineExecutor],
     ) -> None:
         """`open_executor` opens another one like `executor`, in the place of one that is lost."""
-        super().__init__(executor, scheduler, overlaps=bool(config.overlap_scheduling), reopen=self._replace_executor)
+        reopen = self._replace_executor if config.nnodes == 1 else None  # the commands of other nodes have ended
+        super().__init__(executor, scheduler, overlaps=bool(config.overlap_scheduling), reopen=reopen)
         self._open_executor = open_executor
         self.config = config
         self.prefix_root: str | None = None  # what the blocks of `disk_cache_dir` are for

@@ -15,7 +15,7 @@ from dflash_trt.cli.bench import bench
 from dflash_trt.cli.load_prompts import read_conversations
 from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import max_draft_len
 from tests.bench.test_load_report import REPORT
@@ -83,7 +83,7 @@ REPORTS = [
 ]
 RUNTIME_CASES = runtime_cases(
     *("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed"),
-    *("host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts"),
+    *("host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts", *NODES),
 )
 
 

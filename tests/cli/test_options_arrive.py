@@ -24,6 +24,7 @@ from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
+from dflash_trt.cli.ranks import ranks
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import settings_line
 from dflash_trt.cli.serve import serve, worker
@@ -31,7 +32,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
@@ -56,6 +57,9 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "publish_prompts": (["--publish-prompts"], True),
     "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
     "num_threads": (["--num-threads", "3"], 3),
+    "nnodes": (["--nnodes", "2"], 2),
+    "master_addr": (["--master-addr", "10.0.0.1"], "10.0.0.1"),
+    "master_port": (["--master-port", "29777"], 29777),
     "plugin_library": (["--plugin-library", "/p.so"], "/p.so"),
     "max_queue_len": (["--max-queue-len", "9"], 9),
     "seed": (["--seed", "7"], 7),
@@ -68,6 +72,7 @@ SAMPLING += ["--top-logprobs", "3", "--prompt-logprobs", "2", "--n", "5"]
 SAMPLING += ["--choice", "c", "--choice", "d"]
 # At most one of these and --choice may be given.
 GRAMMARS = {"json_schema": "{}", "regex": "a+", "grammar": "start: /a/"}
+OF_NODES = [word for name in NODES for word in RUNTIME[name][0]]
 CALLBACKS = {"before_load": None, "on_progress": None}
 LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}} | CALLBACKS
 
@@ -282,6 +287,7 @@ DECIDED = (
     "disk_cache_dir",
     "disk_cache_bytes",
     "publish_prompts",
+    *NODES,
     "max_queue_len",
     "seed",
     "use_drafter",
@@ -471,7 +477,7 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
     rows.write_text('{"prompt": "x"}\n')
     assert invoke("eval", *words, "--max-new-tokens", "5").stderr == "error: recorded\n"
     assert [job.sampling.max_new_tokens for job in measurement.arguments["jobs"]] == [5]
-    cases = runtime_cases("seed")  # texts are greedy
+    cases = runtime_cases("seed", *NODES)  # texts are greedy
     monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
     monkeypatch.setattr("dflash_trt.executor.opening._check_snapshots", lambda config, **_: None)
     for runtime, config in cases:
@@ -517,7 +523,7 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
     words = ["--host", "::1", "--port", "4567", "--router-mode", "random", "--migration-limit", "2", *MODEL]
     words += ["--metrics-port", "1234", "--no-ui"]
-    cases = runtime_cases()
+    cases = runtime_cases(*NODES)
     for runtime, config in cases:
         assert invoke("serve", engine_dir, "--replicas", "3", *words, *runtime).stderr == "error: recorded\n"
         expected = Service(
@@ -545,7 +551,8 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
         service = supervisor.arguments["service"]
         assert (service.num_prefill_workers, service.worker.prefill_min_tokens) == (2, 7)
         assert service.num_replicas == num_replicas
-    assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1", *apart]) == {"engine_dir"}
+    more += [["dir", "--gpus", "3,1", *apart], ["dir", *OF_NODES]]
+    assert options_never_set(serve, ["dir"], *more) == {"engine_dir"}
 
 
 @pytest.mark.parametrize(
@@ -564,10 +571,55 @@ def test_prefill_workers_without_what_they_need_are_refused(engine_dir, invoke, 
     assert (refused.exit_code, refused.stdout) == (2, "") and refusal in refused.stderr
 
 
-def test_a_replica_has_a_gpu_for_each_of_its_ranks(target, drafter, tmp_path, invoke, monkeypatch) -> None:
+@pytest.fixture
+def two_ranks(target, drafter, tmp_path, invoke) -> Path:
     engine = tmp_path / "engine"
     words = ["--target", target, "--drafter", drafter, "-o", engine, "--max-seq-len", "96", "--tp-size", "2"]
     assert invoke("build", *words).exit_code == 0
+    return engine
+
+
+def test_servers_get_the_nodes_of_their_one_engine(two_ranks, engine_dir, invoke, monkeypatch) -> None:
+    supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
+    worker_process = recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
+    monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
+    runtime = RuntimeConfig(**{name: RUNTIME[name][1] for name in NODES})
+    for gpus, groups in (([], ()), (["--gpus", "3"], ((3,),))):
+        assert invoke("serve", two_ranks, *OF_NODES, *gpus).stderr == "error: recorded\n"
+        service = supervisor.arguments["service"]
+        assert (service.worker.runtime, service.num_replicas, service.gpus) == (runtime, 1, groups)
+    assert invoke("worker", two_ranks, *OF_NODES).stderr == "error: recorded\n"
+    assert worker_process.arguments["settings"].runtime == runtime
+    for words, refusal in (
+        (["--replicas", "2"], "--nnodes: expected one replica, which has 2 nodes, found 2"),
+        (["--gpus", "0,1"], "--nnodes: expected one replica, which has 2 nodes, found 2"),
+    ):
+        refused = invoke("serve", two_ranks, *OF_NODES, *words)
+        assert refused.exit_code == 2 and refusal in refused.stderr
+    for command in ("serve", "worker"):
+        refused = invoke(command, engine_dir, *OF_NODES)
+        assert refused.exit_code == 2
+        assert "--nnodes: expected a divisor of 1, the engine's ranks, found 2" in refused.stderr
+
+
+def test_every_option_of_ranks_reaches_the_node(engine_dir, invoke, monkeypatch) -> None:
+    nodes: list[Any] = []
+
+    def run(node: Any) -> None:
+        nodes.append(node)
+
+    monkeypatch.setattr("dflash_trt.executor.ranks.node.Node.run", run)
+    words = ["--nnodes", "3", "--node-rank", "2", "--master-addr", "10.0.0.1", "--master-port", "29777"]
+    assert invoke("ranks", engine_dir, *words).stderr == "node 0 has closed the engine\n"
+    [node] = nodes
+    assert (node.engine.path, node.nnodes, node.node_rank) == (engine_dir, 3, 2)
+    assert (node.master_addr, node.master_port) == ("10.0.0.1", 29777)
+    minimal = ["dir", "--nnodes", "2", "--node-rank", "1", "--master-addr", "x"]
+    assert options_never_set(ranks, minimal, ["dir", *words]) == {"engine_dir"}
+
+
+def test_a_replica_has_a_gpu_for_each_of_its_ranks(two_ranks, invoke, monkeypatch) -> None:
+    engine = two_ranks
     supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
     monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
     for gpus, groups in (("1,0", ((1, 0),)), ("3,1,0,2", ((3, 1), (0, 2)))):
@@ -649,7 +701,7 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
     worker_process = recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
     words = ["--namespace", "n", "--discovery-backend", "kubernetes", "--request-plane", "nats", *MODEL]
     words += ["--event-plane", "nats", "--host", "127.0.0.1"]
-    cases = runtime_cases()
+    cases = runtime_cases(*NODES)
     for runtime, config in cases:
         assert invoke("worker", engine_dir, *words, *runtime).stderr == "error: recorded\n"
         assert worker_process.arguments["settings"] == WorkerSettings(
@@ -677,7 +729,7 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
         refused = invoke("worker", engine_dir, *unfit)
         assert refused.exit_code == 2 and refusal in refused.stderr
     more = [["dir", *words, *runtime] for runtime, _ in cases]
-    assert options_never_set(worker, ["dir"], *more, ["dir", *shared]) == {"engine_dir"}
+    assert options_never_set(worker, ["dir"], *more, ["dir", *shared], ["dir", *OF_NODES]) == {"engine_dir"}
 
 
 def test_a_worker_of_etcd_needs_an_address_and_says_whom_it_serves(engine_dir, invoke, monkeypatch) -> None:
@@ -708,7 +760,7 @@ def test_every_command_with_options_is_here() -> None:
     from dflash_trt.cli.main import cli
 
     known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
-    assert set(cli.commands) == known | {"show-drafts"}
+    assert set(cli.commands) == known | {"ranks", "show-drafts"}
     assert set(bench.commands) == {"host", "machine", "serve", "speedup", "throughput"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"mpi", "slurm", "triton"}

@@ -60,3 +60,9 @@ def test_collectives_of_plugins_need_their_backend(target: Path, tmp_path: Path,
     result = invoke(*words)
     assert result.exit_code == 2
     assert "collectives plugin needs backend tensorrt" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "bench speedup", "bench throughput", "bench serve", "deploy triton"])
+def test_what_opens_an_engine_several_times_or_in_a_server_has_no_nodes(command: str, invoke: Invoke) -> None:
+    refused = invoke(*command.split(), "engine", "--nnodes", "2")
+    assert refused.exit_code == 2 and "No such option '--nnodes'" in refused.stderr

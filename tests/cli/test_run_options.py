@@ -104,6 +104,7 @@ def test_a_run_goes_on_with_what_texts_do_not_depend_on() -> None:
             assert (changed == OPTIONS.text_settings()) == expected, name
     memory = {"kv_cache_bytes", "kv_cache_free_memory_fraction", "max_queue_len", "seed"}
     memory |= {"host_cache_bytes", "disk_cache_dir", "disk_cache_bytes", "publish_prompts"}
+    memory |= {"nnodes", "master_addr", "master_port"}
     for name, (_, value) in RUNTIME.items():
         changed = replace(OPTIONS, runtime=RuntimeConfig(**{name: value})).text_settings()
         assert (changed == OPTIONS.text_settings()) == (name in memory), name

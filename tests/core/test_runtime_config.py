@@ -78,6 +78,8 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "enable_prefix_caching": True,
         "deterministic": False,
         "publish_prompts": False,
+        "nnodes": 1,
+        "master_port": 29500,
     }
     assert [RuntimeConfig(draft_length=k).max_draft_tokens for k in (None, 0, 5)] == [0, 0, 5]
 
@@ -93,6 +95,8 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         ("host_cache_bytes", 1, None),
         ("disk_cache_bytes", 1, None),
         ("seed", 0, None),
+        ("nnodes", 1, MAX_INT32),
+        ("master_port", 1, 65535),
     ],
 )
 def test_a_setting_may_reach_its_bounds_and_no_further(name: str, lowest: int, highest: int | None) -> None:

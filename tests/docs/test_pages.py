@@ -24,6 +24,7 @@ _SUFFIXES = "py|md|json|jsonl|yaml|h|so|txt|safetensors|pbtxt|bin|toml"
 _PATH = re.compile(rf"[\w.*{{}}/-]+(/|\.({_SUFFIXES}))|({_FOLDERS})/[\w.*/-]+")
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 _FOREIGN_NAMES = {
+    "NCCL_IB_HCA",
     "DISTRIBUTIVE_INDEPENDENCE",
     "getAliasedInput",
     "getAliasedInputTensor",

@@ -57,6 +57,9 @@ def test_what_is_left_open_is_decided_by_engine_and_machine(
     assert (config.draft_length, config.max_draft_tokens, config.enable_prefix_caching) == (USUAL, K, True)
     two = resolved_config(changed(pair, mapping=Mapping(world_size=2, tp_size=2)), RuntimeConfig(device="cpu"))
     assert two.num_threads == 4, "ranks divide the cores"
+    over_nodes = RuntimeConfig(device="cpu", nnodes=2, master_addr="x")
+    two = resolved_config(changed(pair, mapping=Mapping(world_size=2, tp_size=2)), over_nodes)
+    assert two.num_threads == 8, "each node has its own"
     alone = resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu"))
     assert (alone.draft_length, max_draft_len(EngineDir.open(root / "alone"))) == ({1: 0}, 0)
 
@@ -132,6 +135,16 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
         ("pair", {"disk_cache_dir": "/disk"}, "host_cache_bytes as well, found none"),
         ("tensorrt", {"disk_cache_bytes": 9, "host_cache_bytes": 1 << 20}, "disk_cache_dir as well, found none"),
         ("pair", {"publish_prompts": True}, "disk_cache_dir as well, found none"),
+        ("pair", {"nnodes": 2, "master_addr": "x"}, "a divisor of 1, the engine's ranks, found 2"),
+        ("pair", {"master_addr": "x"}, "nnodes of 2 or more as well, found x"),
+        ("pair", {"master_port": 9}, "nnodes of 2 or more as well, found 9"),
+        ("four", {"nnodes": 3, "master_addr": "x"}, "a divisor of 4, the engine's ranks, found 3"),
+        ("four", {"master_addr": None, "nnodes": 2}, "an address, for several nodes, found none"),
+        (
+            "four",
+            {"disk_cache_dir": "/d", "host_cache_bytes": 1 << 20, "nnodes": 2, "master_addr": "x"},
+            "ranks on one node, found 2 nodes",
+        ),
         ("pair", {"num_state_snapshots": 1}, "a target with recurrent layers, found one whose layers all attend"),
         ("pair", {"plugin_library": "p.so"}, "an engine with TensorRT plugins, found one of backend torch"),
         ("tensorrt", {"draft_window": 9}, "an engine of backend torch, found a TensorRT engine"),
@@ -144,7 +157,9 @@ def test_a_setting_that_the_engine_cannot_have_is_refused_by_its_name(
     root: Path, name: str, fields: dict[str, Any], expected: str
 ) -> None:
     kind, *of = name.split()
-    engine = EngineDir.open(root / ((*of, "pair")[0] if kind == "tensorrt" else kind))
+    engine = EngineDir.open(root / ((*of, "pair")[0] if kind in ("tensorrt", "four") else kind))
+    if kind == "four":
+        engine = changed(engine, mapping=Mapping(world_size=4, tp_size=4))
     if kind == "tensorrt":
         engine = changed(engine, backend="tensorrt")
     device = {} if kind == "tensorrt" else {"device": "cpu"}

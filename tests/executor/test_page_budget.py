@@ -246,6 +246,11 @@ def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes
     halved = plan_engine_pages(manifest.model_copy(update={"pretrained_config": config}), RuntimeConfig())
     assert halved.num_pages == plan_engine_pages(manifest, RuntimeConfig()).num_pages  # half the memory, half the heads
     assert halved.num_ranks == 2
+    two = manifest.model_copy(update={"pretrained_config": config})
+    over_nodes = plan_engine_pages(two, RuntimeConfig(nnodes=2, master_addr="x"))
+    assert over_nodes.num_pages == 2 * halved.num_pages  # a node's memory is for its own rank
+    with pytest.raises(CapacityError, match=f"at most {host_bytes // 2} bytes, which are free beside"):
+        plan_engine_pages(two, RuntimeConfig(nnodes=2, master_addr="x", host_cache_bytes=host_bytes // 2 + 1))
 
 
 def test_an_engine_run_without_its_drafter_has_no_draft_pages(manifest: EngineManifest) -> None:

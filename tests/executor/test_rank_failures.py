@@ -22,6 +22,7 @@ EARLY = Raised(reason="ValueError: early", traceback="", num_calls=2, error_clas
 LATE = Raised(reason="ValueError: late", traceback="", num_calls=5, error_class=None)
 USERS = Raised(reason="no room", traceback="", num_calls=9, error_class=CapacityError)
 SILENT, ENDED = RankGoneError("no answer for 5 s", has_ended=False), RankGoneError("its process exited with 3")
+OF_NODE = RankGoneError("its process exited with 4", rank=1)  # what rank 2 has from its node
 OWN, EXCHANGE = ZeroDivisionError("mine"), ExchangeError("nobody came")
 
 
@@ -31,6 +32,7 @@ OWN, EXCHANGE = ZeroDivisionError("mine"), ExchangeError("nobody came")
         ([LATE, EARLY], OWN, "rank 2 of 3 failed: ValueError: early. "),
         ([EARLY, LATE], EXCHANGE, "rank 1 of 3 failed: ValueError: early. "),
         ([EARLY, ENDED], OWN, "rank 2 of 3 failed: its process exited with 3. "),
+        ([EARLY, OF_NODE], OWN, "rank 1 of 3 failed: its process exited with 4. "),
         ([SILENT, LATE], EXCHANGE, "rank 2 of 3 failed: ValueError: late. "),
         ([Opened(), SILENT], OWN, "rank 0 of 3 failed: ZeroDivisionError: mine. "),
         ([Opened(), SILENT], EXCHANGE, "rank 2 of 3 failed: no answer for 5 s. "),
@@ -43,6 +45,11 @@ def test_the_rank_that_failed_first_is_named(reports: list[Any], error: Exceptio
     found = explained_failure(reports, error)
     assert type(found) is RankError and str(found).startswith(said)
     assert "send the request again" in str(found)
+
+
+def test_how_to_go_on_is_said_for_the_nodes_there_are() -> None:
+    found = explained_failure([ENDED], OWN, hint="Start all nodes again.")
+    assert str(found) == "rank 1 of 2 failed: its process exited with 3. Start all nodes again."
 
 
 @pytest.mark.parametrize("others", [[ENDED, USERS], [EARLY, USERS], [SILENT, USERS]])
@@ -130,6 +137,8 @@ class Group:
 
 class Workers:
     """One worker, which gives these reports."""
+
+    hint = "Send the request again."
 
     def __init__(self, *reports: Any, ends_at: str = "") -> None:
         self._reports, self._ends_at = list(reports), ends_at

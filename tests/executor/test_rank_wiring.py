@@ -32,7 +32,7 @@ def engine_of(num_ranks: int, *, pp_size: int = 1) -> Any:
 def options_of(tmp_path: Path, **config: Any) -> ShardOptions:
     return ShardOptions(
         num_ranks=3,
-        store_path=tmp_path / "store",
+        rendezvous=tmp_path / "store",
         config=RuntimeConfig(**config),
         timeout_s=3.0,
         load_timeout_s=70.0,
@@ -44,7 +44,7 @@ def options_of(tmp_path: Path, **config: Any) -> ShardOptions:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankWorkers]]:
     """All that are made."""
     made: list[RankWorkers] = []
-    monkeypatch.setattr(ranks, "RankWorkers", lambda: made.append(RankWorkers()) or made[-1])
+    monkeypatch.setattr(ranks, "RankWorkers", lambda nodes: made.append(RankWorkers(nodes)) or made[-1])
     yield made
     for each in made:
         each.close()
@@ -59,7 +59,7 @@ def test_ranks_open_with_the_limits_and_settings_of_the_engine(
     options = order.options
     assert (order.engine_dir, order.rank) == (str(Path("engine").absolute()), 1)
     assert (options.num_ranks, options.config, options.draft_lens) == (3, CPU, draft_lens and tuple(draft_lens))
-    assert options.store_path.parent == workers[0].directory and not options.store_path.exists()
+    assert options.rendezvous.parent == workers[0].directory and not options.rendezvous.exists()
     assert options.timeout_s == ranks.TIMEOUTS_S["cpu"] < options.load_timeout_s
     assert ranks.TIMEOUTS_S["cpu"] < ranks.TIMEOUTS_S["cuda"], "kernels are compiled in the first steps"
     assert ranks._FAILURE_TIMEOUT_S < worker.FAILED_ALONE_S, "a worker waits for longer than rank 0 does"
@@ -94,28 +94,46 @@ def test_ranks_that_this_machine_cannot_have_are_refused_before_any_starts(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="expected at most 2, the number of GPUs, found 3"):
         ranks.open_ranks(engine_of(3), RuntimeConfig(device="cuda"))
-    monkeypatch.setattr(ranks.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match="expected at most 2, the number of GPUs, found 3"):
+        ranks.open_ranks(engine_of(6), RuntimeConfig(device="cuda", nnodes=2, master_addr="127.0.0.1"))
+    monkeypatch.setattr(shard.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match=r"expected torch.distributed with NCCL, found none"):
         ranks.open_ranks(engine_of(2), RuntimeConfig(device="cuda"))
-    monkeypatch.setattr(ranks.distributed, "is_available", lambda: False)
+    monkeypatch.setattr(shard.distributed, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"expected torch.distributed with gloo, found none"):
         ranks.open_ranks(engine_of(2), CPU)
     assert not workers
 
 
-@pytest.mark.parametrize(("device", "of_rank"), [("cpu", "cpu"), ("cuda", "cuda:2")])
+@pytest.mark.parametrize(
+    ("device", "nnodes", "of_rank"), [("cpu", 1, "cpu"), ("cuda", 1, "cuda:2"), ("cuda", 3, "cuda:0")]
+)
 def test_a_rank_joins_on_its_own_device_with_the_limits_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, of_rank: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, nnodes: int, of_rank: str
 ) -> None:
+    """A node's first rank has its first GPU."""
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(shard.ProcessRanks, "join", lambda path, **named: (path, named))
-    options = options_of(tmp_path, device=device)
-    assert shard.join(options, 2) == (
+    options = options_of(tmp_path, device=device, nnodes=nnodes)
+    assert shard.join(options, 2, "10.0.0.2") == (
         tmp_path / "store",
-        {"rank": 2, "num_ranks": 3, "device": torch.device(of_rank), "timeout_s": 3.0, "opening_timeout_s": 70.0},
+        {"rank": 2, "num_ranks": 3, "device": torch.device(of_rank), "timeout_s": 3.0, "opening_timeout_s": 70.0}
+        | {"address": "10.0.0.2"},
     )
-    assert calls == ([torch.device("cuda:2")] if device == "cuda" else [])
+    assert calls == ([torch.device(of_rank)] if device == "cuda" else [])
+
+
+def test_a_node_with_fewer_gpus_than_its_ranks_says_so_before_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    order = OpenShard(engine_dir="dir", rank=2, options=options_of(tmp_path, device="cuda", nnodes=3))
+    reports: list[Any] = []
+    assert not worker._serve(SimpleNamespace(recv=lambda: order, send=reports.append))  # type: ignore[arg-type]
+    [report] = reports
+    assert report.error_class is ConfigError
+    assert report.reason.startswith("ranks: expected at most 0, the number of GPUs, found 1.")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -158,17 +176,17 @@ def test_a_worker_whose_step_failed_goes_on_only_where_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     reports: list[Any] = []
-    orders = [OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path))]
+    orders = [OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path, device="cpu"))]
     orders += [RunLogits(token_ids=(1,)), GoOn(), RunLogits(token_ids=(2,)), Stop()]
     pipe: Any = SimpleNamespace(recv=lambda: orders.pop(0), send=reports.append, poll=lambda timeout_s: goes_on)
 
     def failing(token_ids: tuple[int, ...]) -> None:
         raise ValueError(token_ids)
 
-    monkeypatch.setattr(worker, "join", lambda options, rank: SimpleNamespace(num_calls=rank))
+    monkeypatch.setattr(worker, "join", lambda options, rank, address: SimpleNamespace(num_calls=rank))
     opened = SimpleNamespace(target_logits=failing, has_queue=False, place_files={})
     monkeypatch.setattr(OpenShard, "open", lambda order, ranks: opened)
-    worker._serve(pipe)
+    assert worker._serve(pipe) == goes_on, "it was asked to stop"
     said = ["ValueError: (1,)", "ValueError: (2,)"] if goes_on else ["ValueError: (1,)"]
     assert [report.reason for report in reports[2:]] == said and len(orders) == (0 if goes_on else 3)
 
@@ -184,8 +202,8 @@ class Watched:
     def is_stopped(self) -> bool:
         return self.looks.pop(0) if self.looks else False
 
-    def kill(self, reason: str) -> None:
-        self.reason = reason
+    def kill(self, reason: str | None = None) -> None:
+        self.reason = reason or ""
         self._is_over.set()
 
 
@@ -195,7 +213,7 @@ def test_a_process_is_ended_that_was_stopped_for_three_looks_in_a_row(monkeypatc
     is_watched.set()
     often = Watched(1, [True, True, False] * 4, is_over)
     long = Watched(2, [False, True, True, False, True, True, True, True], is_over)
-    launcher._end_stopped([often, long], is_watched, is_over)  # type: ignore[list-item]
+    launcher.end_stopped([often, long], is_watched, is_over)
     assert len(long.looks) == 1 and not often.reason
     assert long.reason == "its process was stopped by a signal such as SIGSTOP for 0 s"
 

@@ -20,7 +20,7 @@ from dflash_trt.executor.idle import IdleExecutor
 from dflash_trt.executor.ranks import launcher, worker
 from dflash_trt.executor.ranks.executor import RankedExecutor
 from dflash_trt.executor.ranks.launcher import RankWorkers
-from dflash_trt.executor.ranks.messages import Awake, Opened, OpenShard, RankProcess
+from dflash_trt.executor.ranks.messages import Awake, Opened, OpenShard, RankConnection, RankGoneError, RankProcess
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import make_limits, make_request
@@ -65,8 +65,8 @@ class WorkerThread(RankProcess):
     process_id, is_stopped = 0, False
 
     def __init__(self, rank: int) -> None:
-        self.rank, self._reason, self._sent_s = rank, None, 0.0
-        self._pipe, theirs = Pipe()
+        pipe, theirs = Pipe()
+        RankConnection.__init__(self, rank, pipe)
         self._thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
         self._thread.start()
 
@@ -75,8 +75,10 @@ class WorkerThread(RankProcess):
             worker._serve(pipe)
 
     def kill(self, reason: str | None = None) -> None:
-        self._reason = "killed"
         self._pipe.close()
+
+    def _ending(self, error: Exception) -> RankGoneError:
+        return RankGoneError("killed")
 
     def end(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -89,7 +91,8 @@ class Ranks:
     def __init__(self, devices: tuple[Device, Device]) -> None:
         self.devices = devices
         workers = RankWorkers()
-        workers.start(OpenShard(engine_dir="", rank=1, options=SimpleNamespace()))  # type: ignore[arg-type]
+        options: Any = SimpleNamespace(num_local_ranks=2, config=SimpleNamespace(device="cpu"))
+        workers.start(OpenShard(engine_dir="", rank=1, options=options))
         assert [workers.receive(WAIT_S) for _ in range(2)] == [[Awake()], [Opened()]]
         workers.at_end.append(devices[0].close)
         group: Any = SimpleNamespace(device=torch.device("cuda"), num_calls=0)
@@ -134,7 +137,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
     devices = (Device(), Device())
     monkeypatch.setattr(launcher, "RankProcess", WorkerThread)
-    monkeypatch.setattr(worker, "join", lambda options, rank: SimpleNamespace(num_calls=0))
+    monkeypatch.setattr(worker, "join", lambda options, rank, address: SimpleNamespace(num_calls=0))
     monkeypatch.setattr(OpenShard, "open", lambda order, group: devices[1])
     monkeypatch.setattr(worker, "FAILED_ALONE_S", 0.1)
     monkeypatch.setattr(worker.os, "_exit", exit_thread)

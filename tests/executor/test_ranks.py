@@ -487,10 +487,10 @@ def test_graphs_end_before_the_group_and_the_group_before_its_store(
     close, join = TorchExecutor.close, ranks.join
     directories: list[Path] = []
 
-    def joined(options: Any, rank: int) -> Any:
-        group = join(options, rank)
-        directories.append(options.store_path.parent)
-        group._group = PollsItsStore(group._group, options.store_path.parent, events)
+    def joined(options: Any, rank: int, address: str) -> Any:
+        group = join(options, rank, address)
+        directories.append(options.rendezvous.parent)
+        group._group = PollsItsStore(group._group, options.rendezvous.parent, events)
         return group
 
     def closed(executor: TorchExecutor) -> None:

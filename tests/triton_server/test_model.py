@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.cli.deploy import deploy
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.triton.pbtxt import Message, read
 from dflash_trt.servers.triton.settings import ModelSettings
@@ -25,7 +25,7 @@ from tests.cli.calls import RecordedError, Recorder, options_never_set
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.cli.test_options_arrive import LLM_DEFAULTS, runtime_cases
 
-RUNTIME = runtime_cases("device")  # which the instance group says
+RUNTIME = runtime_cases("device", *NODES)  # which the instance group says, and the server's machine
 (ALL, CONFIG), *OTHERS = RUNTIME
 DRAFTING = [*ALL]
 DRAFTING += ["--default-max-new-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]

@@ -189,6 +189,11 @@ def test_settings_survive_as_parameters() -> None:
     assert ModelSettings.from_parameters({"engine_dir": "/e"} | of_triton) == ModelSettings(engine_dir="/e")
 
 
+def test_a_model_has_all_its_ranks_on_the_servers_machine() -> None:
+    with pytest.raises(ConfigError, match="parameter 'nnodes': expected a known one"):
+        ModelSettings.from_parameters({"engine_dir": "/e", "nnodes": "2"})
+
+
 def test_settings_out_of_range_are_refused_all_at_once() -> None:
     wrong = {"max_queue_len": "0", "num_threads": "0", "draft_length": "-1", "default_max_tokens": "0"}
     with pytest.raises(ConfigError) as refusal:

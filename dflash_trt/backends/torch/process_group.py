@@ -3,21 +3,31 @@
 Every rank makes the same calls in the same order and gets the same bits.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
 
-_LOOPBACK = "127.0.0.1"
+from dflash_trt.core.tcp import LOOPBACK, interface_of, limit_new_connections
+
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _DIST: Any = distributed  # its groups and stores are untyped in PyTorch
 
 
 class ExchangeError(RuntimeError):
     """Another rank has ended, or is late."""
+
+
+class StoreAddress(NamedTuple):
+    """Where a TCPStore of rank 0 listens."""
+
+    host: str
+    port: int
 
 
 class RankGroup(Protocol):
@@ -92,34 +102,37 @@ class ProcessRanks:
     @classmethod
     def join(
         cls,
-        store_path: Path,
+        rendezvous: Path | StoreAddress,
         *,
         rank: int,
         num_ranks: int,
         device: torch.device,
         timeout_s: float,
         opening_timeout_s: float | None = None,
+        address: str = LOOPBACK,
     ) -> "ProcessRanks":
-        """Join the ranks through a rendezvous file that must not exist yet; returns when all have joined.
+        """Join the ranks through a file that must not exist yet, or a store; returns when all have joined.
 
-        `opening_timeout_s` is the limit of `smallest`, before which a rank loads its weights. Raises ExchangeError when
-        the ranks do not come; so does every exchange when one is gone or late.
+        `address` is this machine's, to which the other ranks connect. `opening_timeout_s` is the limit of `smallest`,
+        before which a rank loads its weights. Raises ExchangeError when the ranks do not come; so does every exchange
+        when one is gone or late.
         """
-        store = _DIST.FileStore(str(store_path), num_ranks)
         if device.type == "cuda":
             make_group = _DIST.ProcessGroupNCCL
             options = _DIST.ProcessGroupNCCL.Options()
         else:
             make_group = _DIST.ProcessGroupGloo
             options = _DIST.ProcessGroupGloo._Options()
-            options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+            options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
-        with _named_errors():
+        is_remote = isinstance(rendezvous, StoreAddress)
+        with _named_errors(), limit_new_connections(is_remote), _nccl_interface(address if is_remote else None):
+            store = _store(rendezvous, num_ranks, options._timeout)
             group = make_group(store, rank, num_ranks, options)
-        ranks = cls(
-            group, store, rank, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s)
-        )
-        ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
+            ranks = cls(
+                group, store, rank, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s)
+            )
+            ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
         return ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -167,6 +180,27 @@ class ProcessRanks:
         self.num_calls += 1
         with _named_errors():
             start(*arguments).wait()
+
+
+def _store(rendezvous: Path | StoreAddress, num_ranks: int, timeout: timedelta) -> Any:
+    if isinstance(rendezvous, StoreAddress):
+        host, port = rendezvous
+        return _DIST.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+    return _DIST.FileStore(str(rendezvous), num_ranks)
+
+
+@contextmanager
+def _nccl_interface(address: str | None) -> Iterator[None]:
+    """Let NCCL connect through the interface that has `address`, unless the user has named one."""
+    interface = None if address is None or _NCCL_INTERFACE in os.environ else interface_of(address)
+    if interface is None:
+        yield
+        return
+    os.environ[_NCCL_INTERFACE] = f"={interface}"
+    try:
+        yield
+    finally:
+        del os.environ[_NCCL_INTERFACE]
 
 
 @contextmanager

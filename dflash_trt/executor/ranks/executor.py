@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.torch.process_group import ExchangeError
-from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError
+from dflash_trt.core.errors import DFlashError, EngineDirError, RankError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepHandle, StepPlan, StepResult
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.ranks.messages import (
     Awake,
@@ -37,13 +38,13 @@ from dflash_trt.executor.ranks.messages import (
     RunLogits,
     RunStep,
 )
-from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, fingerprint, join, open_shard
+from dflash_trt.executor.ranks.nodes import Nodes
+from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, check_devices, fingerprint, join, open_shard
 
 if TYPE_CHECKING:
-    from dflash_trt.backends.torch.process_group import ProcessRanks
-    from dflash_trt.core.runtime_config import Device, RuntimeConfig
+    from dflash_trt.backends.torch.process_group import ProcessRanks, StoreAddress
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.core.step_plan import StepRows
-    from dflash_trt.engine_dir import EngineDir
 
 # Limits of one collective and one answer of a worker; a GPU's kernels are compiled in the first steps.
 TIMEOUTS_S = {"cpu": 300.0, "cuda": 900.0}
@@ -210,7 +211,7 @@ class RankedExecutor:
         return all(isinstance(report, Raised) and report.num_calls == num_calls for report in reports)
 
     def _given_up(self, reports: Reports, error: Exception | None) -> DFlashError:
-        explained = explained_failure(reports, error)
+        explained = explained_failure(reports, error, hint=self._workers.hint)
         self._failure = str(explained)
         self._kill_workers()
         return explained
@@ -245,12 +246,12 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         CapacityError: the pages of one max_seq_len sequence do not fit on some rank.
         RankError: a worker did not start.
     """
-    _check(engine, config.device)
+    _check(engine, config)
 
-    def order(store_path: Path) -> OpenShard:
+    def order(rendezvous: Path | StoreAddress) -> OpenShard:
         options = ShardOptions(
             num_ranks=engine.manifest.pretrained_config.mapping.world_size,
-            store_path=store_path,
+            rendezvous=rendezvous,
             config=config,
             timeout_s=TIMEOUTS_S[config.device],
             load_timeout_s=_LOAD_TIMEOUT_S,
@@ -258,25 +259,31 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         )
         return OpenShard(engine_dir=str(engine.path.absolute()), rank=1, options=options)
 
-    return start_ranks(order, lambda ranks, options: open_shard(engine, 0, ranks, options))
+    nodes = Nodes(EngineDir.open(engine.path), config) if config.nnodes > 1 else None  # without a draft window
+    return start_ranks(order, lambda ranks, options: open_shard(engine, 0, ranks, options), nodes)
 
 
 def start_ranks(
-    make_order: Callable[[Path], OpenShard], open_local: Callable[[ProcessRanks, ShardOptions], ShardExecutor]
+    make_order: Callable[[Path | StoreAddress], OpenShard],
+    open_local: Callable[[ProcessRanks, ShardOptions], ShardExecutor],
+    nodes: Nodes | None = None,
 ) -> RankedExecutor:
-    """Open one shard here, and one in a worker for each other rank, by the order for a file to meet at.
+    """Open one shard here, and one in a worker for each other rank, by the order for a rendezvous.
 
-    Raises as `open_ranks` does.
+    `nodes` has the ranks of other nodes. Raises as `open_ranks` does.
     """
-    workers = RankWorkers()
+    workers = RankWorkers(nodes)
     try:
         with workers.watched():
-            return _start(make_order(workers.directory / "store"), open_local, workers)
+            if nodes is None:
+                return _start(make_order(workers.directory / "store"), open_local, workers)
+            nodes.wait()
+            return _start(replace(make_order(nodes.store_address), address=nodes.address), open_local, workers)
     except DFlashError:
         workers.kill()
         raise
     except Exception as error:
-        explained = explained_failure(workers.receive(_FAILURE_TIMEOUT_S), error)
+        explained = explained_failure(workers.receive(_FAILURE_TIMEOUT_S), error, hint=workers.hint)
         workers.kill()
         raise explained from error
     except BaseException:  # an interrupt, or SIGTERM
@@ -291,17 +298,19 @@ def _start(
     for rank in range(1, options.num_ranks):
         workers.start(replace(order, rank=rank))
     _expect(workers, Awake, timeout_s=_START_TIMEOUT_S)
-    ranks = join(options, 0)
+    ranks = join(options, 0, order.address)
     if options.config.device == "cuda":  # NCCL polls its store
         workers.when_one_ends(ranks.abort)
     else:
         workers.forget_directory()
-    workers.at_end.append(ranks.close)
+    workers.at_end.insert(0, ranks.close)
     local = open_local(ranks, options)
     workers.at_end.insert(0, local.close)  # CUDA graphs go before the group that they use
     opened = _expect(workers, Opened, timeout_s=options.load_timeout_s)
-    files = [report.place_files for report in opened if isinstance(report, Opened)]
-    places = [_mapped(*worker) for worker in zip(workers.process_ids, files, strict=True)]
+    places = []
+    if options.config.nnodes == 1:  # else nobody reads them
+        files = [report.place_files for report in opened if isinstance(report, Opened)]
+        places = [_mapped(*worker) for worker in zip(workers.process_ids, files, strict=True)]
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"
     return RankedExecutor(local, ranks, workers, num_threads=num_threads, places=places)
@@ -324,23 +333,14 @@ def _part(memory: mmap, place: int, num_places: int) -> memoryview:
 def _expect(workers: RankWorkers, expected: type[Report], *, timeout_s: float) -> Reports:
     reports = workers.receive(timeout_s)
     if not all(isinstance(report, expected) for report in reports):
-        raise explained_failure(reports, None)
+        raise explained_failure(reports, None, hint=workers.hint)
     return reports
 
 
-def _check(engine: EngineDir, device: Device) -> None:
+def _check(engine: EngineDir, config: RuntimeConfig) -> None:
     """Checks before any process is started."""
     mapping = engine.manifest.pretrained_config.mapping
     if mapping.pp_size != 1:
         hint = "Build the engine with tensor parallelism alone."
         raise EngineDirError.about("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint)
-    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and num_gpus < mapping.world_size:
-        hint = f'Build the engine with tp_size {num_gpus} or less, or use device "cpu".'
-        expected = f"at most {num_gpus}, the number of GPUs"
-        raise ConfigError.about("ranks", expected=expected, found=str(mapping.world_size), hint=hint)
-    can_join = distributed.is_available() and (device == "cpu" or distributed.is_nccl_available())
-    if not can_join:
-        library = "NCCL" if device == "cuda" else "gloo"
-        hint = "Install a PyTorch that has it, or build the engine with tp_size 1."
-        raise ConfigError.about("PyTorch", expected=f"torch.distributed with {library}", found="none", hint=hint)
+    check_devices(mapping.world_size // config.nnodes, config.device)

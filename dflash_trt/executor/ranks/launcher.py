@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 from weakref import finalize
 
 from dflash_trt.backends.torch.process_group import ExchangeError
@@ -19,12 +20,16 @@ from dflash_trt.executor.ranks.messages import (
     OpenShard,
     Order,
     Raised,
+    RankConnection,
     RankGoneError,
     RankProcess,
     Report,
     Stop,
     encoded,
 )
+
+if TYPE_CHECKING:
+    from dflash_trt.executor.ranks.nodes import Nodes
 
 Reports = Sequence[Report | RankGoneError]  # from ranks 1, 2, ...
 
@@ -33,33 +38,45 @@ _LOOK_S = 1.0  # polling interval of watched workers
 _MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks causes fewer
 _OPEN_AGAIN = "All ranks were ended. LLM and servers open the engine again by themselves: send the request again."
 
+_START_AGAIN = "All ranks were ended, on all nodes. Start the engine on every node again."
+
 _LOG = logging.getLogger(__name__)
 
 
 class RankWorkers:
     """All workers. They end with `close`, with this object, and with the program."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        """`nodes` has the ranks of other nodes, and is closed with the workers."""
         self.directory = Path(tempfile.mkdtemp(prefix="dflash-ranks-"))  # for the rendezvous
-        self._processes: list[RankProcess] = []
+        self._nodes = nodes
+        self._processes: list[RankConnection] = []
         self._is_closing = threading.Event()
         self._is_watched = threading.Event()
         self._own_process = OwnProcess()
-        self.at_end: list[Callable[[], None]] = []  # called when the workers have ended, before the directory goes
+        # Called when the workers have ended, before the directory goes.
+        self.at_end: list[Callable[[], None]] = [] if nodes is None else [nodes.close]
         ends = (self._processes, self.at_end, self.directory, self._is_closing, self._own_process)
         self.close = finalize(self, _end, *ends)
         watch = (self._processes, self._is_watched, self._is_closing)
-        threading.Thread(target=_end_stopped, args=watch, name="dflash-ranks", daemon=True).start()
+        threading.Thread(target=end_stopped, args=watch, name="dflash-ranks", daemon=True).start()
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        return tuple(process.process_id for process in self._processes)
+        """Of the workers on this machine."""
+        return tuple(process.process_id for process in self._processes if isinstance(process, RankProcess))
+
+    @property
+    def hint(self) -> str:
+        """How to go on after a failure."""
+        return _OPEN_AGAIN if self._nodes is None else _START_AGAIN
 
     def start(self, order: OpenShard) -> None:
-        """Start the worker of the next rank."""
-        process = RankProcess(order.rank)
+        """Start the worker of the next rank, unless it has been started on another node."""
+        remote = None if self._nodes is None else self._nodes.take(order.rank)
+        process = remote or RankProcess(order.rank)
         self._processes.append(process)
-        process.send(order)
+        process.send(order if remote is None else remote.localized(order))
 
     def send(self, order: Order) -> None:
         """Raises RankGoneError."""
@@ -106,8 +123,11 @@ class RankWorkers:
             threading.Thread(target=_watch, args=(process, self._is_closing, act), daemon=True).start()
 
 
-def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
-    """The error of the rank that failed first. `error` is rank 0's, often a consequence of another rank's."""
+def explained_failure(reports: Reports, error: Exception | None, *, hint: str = _OPEN_AGAIN) -> DFlashError:
+    """The error of the rank that failed first. `error` is rank 0's, often a consequence of another rank's.
+
+    `hint` says how to go on.
+    """
     num_ranks = len(reports) + 1
     raised = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, Raised)}
     gone = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, RankGoneError)}
@@ -116,32 +136,43 @@ def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
             return failure.error_class(f"rank {rank} of {num_ranks}: {failure.reason}")
     for rank, silence in gone.items():
         if silence.has_ended:
-            return _rank_error(rank, num_ranks, found=str(silence))
+            return _rank_error(silence.rank or rank, num_ranks, str(silence), hint)
     if raised:  # the rank with the fewest collectives: the others failed because it was missing
         rank = min(raised, key=lambda rank: raised[rank].num_calls)
         _LOG.error("rank %d of %d failed:\n%s", rank, num_ranks, raised[rank].traceback)
-        return _rank_error(rank, num_ranks, found=raised[rank].reason)
+        return _rank_error(rank, num_ranks, raised[rank].reason, hint)
     if error is not None and not (gone and isinstance(error, ExchangeError)):
-        return _rank_error(0, num_ranks, found=f"{type(error).__name__}: {error}")
+        return _rank_error(0, num_ranks, f"{type(error).__name__}: {error}", hint)
     for rank, silence in gone.items():
-        return _rank_error(rank, num_ranks, found=str(silence))
+        return _rank_error(rank, num_ranks, str(silence), hint)
     expected = "the same tokens and log-probabilities on all ranks"
-    hint = f"{_OPEN_AGAIN} If it happens again, check for different software on the ranks, and for broken memory."
+    hint = f"{hint} If it happens again, check for different software on the ranks, and for broken memory."
     return RankError.about(f"{num_ranks} ranks", expected=expected, found="a difference", hint=hint)
 
 
-def _rank_error(rank: int, num_ranks: int, *, found: str) -> RankError:
-    return RankError(f"rank {rank} of {num_ranks} failed: {found}. {_OPEN_AGAIN}")
+def _rank_error(rank: int, num_ranks: int, found: str, hint: str) -> RankError:
+    return RankError(f"rank {rank} of {num_ranks} failed: {found}. {hint}")
 
 
-def _watch(process: RankProcess, is_closing: threading.Event, act: Callable[[], None]) -> None:
+def _watch(process: RankConnection, is_closing: threading.Event, act: Callable[[], None]) -> None:
     process.wait()
     if not is_closing.is_set():
         act()
 
 
-def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, is_closing: threading.Event) -> None:
-    """The thread of `watched`, until `is_closing`."""
+class Stoppable(Protocol):
+    """A worker's process, seen from any node."""
+
+    rank: int
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def kill(self, reason: str | None = None) -> None: ...
+
+
+def end_stopped(processes: Sequence[Stoppable], is_watched: threading.Event, is_closing: threading.Event) -> None:
+    """Kill processes that are stopped while `is_watched`, in a thread until `is_closing`."""
     num_looks: dict[int, int] = {}
     while not is_closing.wait(_LOOK_S):
         for process in tuple(processes):
@@ -153,7 +184,7 @@ def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, 
 
 
 def _end(
-    processes: Sequence[RankProcess],
+    processes: Sequence[RankConnection],
     at_end: Sequence[Callable[[], None]],
     directory: Path,
     is_closing: threading.Event,

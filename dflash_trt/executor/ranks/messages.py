@@ -1,4 +1,4 @@
-"""A worker's process, and the messages between it and rank 0.
+"""A worker's process, its connection to rank 0, and the messages between them.
 
 A worker is a fresh interpreter and not a fork or a spawn, so that programs need no `if __name__ == "__main__"`.
 """
@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,6 +22,7 @@ import psutil
 
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.step_plan import StepPlan, StepRows
+from dflash_trt.core.tcp import LOOPBACK
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, open_shard
 
@@ -43,6 +46,7 @@ class OpenShard:
     engine_dir: str
     rank: int
     options: ShardOptions
+    address: str = LOOPBACK  # of the rank's node
 
     def open(self, ranks: ProcessRanks) -> ShardExecutor:
         """Called in the worker, which has joined the others. Raises as `open_shard` does."""
@@ -99,7 +103,7 @@ def encoded(order: Order) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Awake:
-    """Everything is imported, and the rendezvous begins."""
+    """Everything is imported, the rank has a GPU if it needs one, and the rendezvous begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,39 +126,37 @@ class Raised:
     error_class: type[DFlashError] | None  # class of an error that the user can fix
 
 
-Report = Awake | Opened | Ran | Raised
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The worker has ended, for `rank` of the same node has; sent by the node."""
+
+    rank: int
+    reason: str
+
+
+Report = Awake | Opened | Ran | Raised | Gone
 
 
 class RankGoneError(Exception):
-    """The worker's process has ended, or does not answer; the message says which."""
+    """The worker's process has ended, or does not answer; the message says which.
 
-    def __init__(self, found: str, *, has_ended: bool = True) -> None:
+    `rank` is that of the worker that ended first, where its node knows.
+    """
+
+    def __init__(self, found: str, *, has_ended: bool = True, rank: int | None = None) -> None:
         super().__init__(found)
         self.has_ended = has_ended
-
-
-class RankProcess:
-    """Rank 0's end of one worker."""
-
-    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._pipe, theirs = Pipe()
-        # The current import path, which may differ from the one at the start.
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dflash_trt.executor.ranks.worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(),),
-            env=os.environ | {"PYTHONPATH": search_path},
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # libraries must not print into the program's results
-        )
-        theirs.close()
-        self._sent_s = time.monotonic()
-        self._reason: str | None = None  # why it was killed
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
+
+class RankConnection(ABC):
+    """Rank 0's end of the connection to one worker, here or on another node."""
+
+    def __init__(self, rank: int, pipe: Connection[Order, Report]) -> None:
+        self.rank = rank
+        self._pipe = pipe
+        self._sent_s = time.monotonic()
+        self._gone: Gone | None = None  # why it has ended
 
     def send(self, order: Order) -> None:
         """Raises RankGoneError."""
@@ -166,7 +168,7 @@ class RankProcess:
         try:
             self._pipe.send_bytes(order)
         except OSError as error:
-            raise RankGoneError(self._ending()) from error
+            raise self._ending(error) from error
 
     def receive(self, timeout_s: float) -> Report:
         """Return the next report. Raises RankGoneError."""
@@ -174,14 +176,90 @@ class RankProcess:
             if not self._pipe.poll(timeout_s):
                 silent_s = time.monotonic() - self._sent_s
                 raise RankGoneError(f"no answer for {silent_s:.0f} s", has_ended=False)
-            report: Report = self._pipe.recv()
+            report = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise RankGoneError(self._ending()) from error
+            raise self._ending(error) from error
+        if isinstance(report, Gone):
+            raise self._ended_by(report)
         return report
 
+    @property
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """True if stopped by a signal such as SIGSTOP, but not by a debugger."""
+
+    @abstractmethod
     def wait(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the worker has ended."""
+
+    @abstractmethod
+    def kill(self, reason: str | None = None) -> None:
+        """Kill the worker; later errors give `reason`."""
+
+    @abstractmethod
+    def end(self, timeout_s: float) -> None:
+        """Wait `timeout_s` for the worker to end, then kill it."""
+
+    @abstractmethod
+    def _ending(self, error: Exception) -> RankGoneError:
+        """How the worker ended, after the connection failed with `error`."""
+
+    def _ended_by(self, gone: Gone) -> RankGoneError:
+        """What its node says."""
+        self._gone = self._gone or gone
+        return RankGoneError(self._gone.reason, rank=self._gone.rank)
+
+
+class RankProcess(RankConnection):
+    """A worker on this machine."""
+
+    def __init__(self, rank: int) -> None:
+        pipe, theirs = Pipe()
+        super().__init__(rank, pipe)
+        self._process = WorkerProcess(rank, theirs.fileno())
+        theirs.close()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.process_id
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._process.is_stopped
+
+    def wait(self) -> None:
         self._process.wait()
+
+    def kill(self, reason: str | None = None) -> None:
+        self._process.kill(reason)
+
+    def end(self, timeout_s: float) -> None:
+        self._process.end(timeout_s)
+        self._pipe.close()
+
+    def _ending(self, error: Exception) -> RankGoneError:
+        return RankGoneError(self._process.ending(1.0) or "its process closed the connection")
+
+
+class WorkerProcess:
+    """The process of a worker, which inherits the file descriptor of its end of the connection."""
+
+    def __init__(self, rank: int, descriptor: int) -> None:
+        self.rank = rank
+        self._reason: str | None = None
+        # The current import path, which may differ from the one at the start.
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dflash_trt.executor.ranks.worker", str(descriptor), str(os.getpid())],
+            pass_fds=(descriptor,),
+            env=os.environ | {"PYTHONPATH": search_path},
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # libraries must not print into the program's results
+        )
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
 
     @property
     def is_stopped(self) -> bool:
@@ -191,8 +269,17 @@ class RankProcess:
         except psutil.NoSuchProcess:
             return False
 
+    @property
+    def has_stopped_as_asked(self) -> bool:
+        """True if it has ended because rank 0 asked it to stop."""
+        return self._process.poll() == 0
+
+    def wait(self) -> None:
+        """Wait until the process has ended."""
+        self._process.wait()
+
     def kill(self, reason: str | None = None) -> None:
-        """Kill the process; later errors give `reason`."""
+        """Kill the process; `ending` gives `reason`."""
         self._reason = self._reason or reason
         self._process.kill()
 
@@ -203,16 +290,12 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._pipe.close()
 
-    def _ending(self) -> str:
-        """Describe how the process ended, after it closed its end of the pipe."""
-        if self._reason is not None:
-            return self._reason
+    def ending(self, timeout_s: float) -> str | None:
+        """How the process ended; None if it still runs after `timeout_s`."""
         try:
-            code = self._process.wait(1.0)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return "its process closed the connection"
-        return (
-            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
-        )
+            return None
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return self._reason or f"its process {how}"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from dflash_trt.backends.base import EngineExecutor, backend_name, backend_of
-from dflash_trt.backends.torch.process_group import ProcessRanks
+from dflash_trt.backends.torch.process_group import ProcessRanks, StoreAddress
 from dflash_trt.core.array import Array
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepResult
 from dflash_trt.executor.threads import run_in_thread
 
@@ -28,11 +29,16 @@ class ShardOptions:
     """Options that are equal on all ranks. `config` has its device and threads resolved."""
 
     num_ranks: int
-    store_path: Path  # a new file for the rendezvous
+    rendezvous: Path | StoreAddress  # a new file, or a store for several nodes
     config: RuntimeConfig
     timeout_s: float  # for one collective
     load_timeout_s: float  # until all ranks have loaded their weights
     draft_lens: tuple[int, ...] | None
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of each node, whose numbers are adjacent."""
+        return self.num_ranks // self.config.nnodes
 
 
 class ShardExecutor(EngineExecutor, Protocol):
@@ -46,19 +52,38 @@ class ShardExecutor(EngineExecutor, Protocol):
         ...
 
 
-def join(options: ShardOptions, rank: int) -> ProcessRanks:
-    """Join the process group, on the rank's GPU. Raises ExchangeError if other ranks do not join."""
-    device = torch.device("cuda", rank) if options.config.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
+def join(options: ShardOptions, rank: int, address: str) -> ProcessRanks:
+    """Join the process group, on the rank's GPU of its node, which the others reach at `address`.
+
+    Raises ExchangeError if other ranks do not join.
+    """
+    device = torch.device("cpu")
+    if options.config.device == "cuda":
+        device = torch.device("cuda", rank % options.num_local_ranks)
         torch.cuda.set_device(device)
     return ProcessRanks.join(
-        options.store_path,
+        options.rendezvous,
         rank=rank,
         num_ranks=options.num_ranks,
         device=device,
         timeout_s=options.timeout_s,
         opening_timeout_s=options.load_timeout_s,
+        address=address,
     )
+
+
+def check_devices(num_ranks: int, device: Device) -> None:
+    """Raises ConfigError: this machine has fewer GPUs than ranks, or a PyTorch without gloo or NCCL."""
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and num_gpus < num_ranks:
+        hint = f'Build the engine with tp_size {num_gpus} or less, use more nodes, or use device "cpu".'
+        expected = f"at most {num_gpus}, the number of GPUs"
+        raise ConfigError.about("ranks", expected=expected, found=str(num_ranks), hint=hint)
+    can_join = distributed.is_available() and (device == "cpu" or distributed.is_nccl_available())
+    if not can_join:
+        library = "NCCL" if device == "cuda" else "gloo"
+        hint = "Install a PyTorch that has it, or build the engine with tp_size 1."
+        raise ConfigError.about("PyTorch", expected=f"torch.distributed with {library}", found="none", hint=hint)
 
 
 def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShardOptions) -> ShardExecutor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShard, Order, Raised, Ran, RunLogits, RunStep
-from dflash_trt.executor.ranks.shard import ShardExecutor, fingerprint, join
+from dflash_trt.executor.ranks.shard import ShardExecutor, check_devices, fingerprint, join
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +44,7 @@ def main() -> None:
         signal.signal(each, signal.SIG_IGN)  # rank 0 decides: a server lets running requests end
     exit_code = 1
     try:
-        _serve(pipe)
-        exit_code = 0
+        exit_code = 0 if _serve(pipe) else 1
     except (EOFError, OSError):
         pass  # rank 0 has ended
     except BaseException:  # noqa: BLE001 - a bug of ours, which `_exit` would not show
@@ -55,24 +54,29 @@ def main() -> None:
         os._exit(exit_code)  # libraries would wait for ranks that have ended
 
 
-def _serve(pipe: Connection[object, Order]) -> None:
+def _serve(pipe: Connection[object, Order]) -> bool:
+    """Return True if rank 0 has asked to stop, False after a failure of which it is told."""
     request = pipe.recv()
     assert isinstance(request, OpenShard)
     ranks = None
     try:
+        check_devices(request.options.num_local_ranks, request.options.config.device)  # another machine than rank 0's
         pipe.send(Awake())
-        ranks = join(request.options, request.rank)
+        ranks = join(request.options, request.rank, request.address)
         executor = request.open(ranks)
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
-        return
+        return False
     pipe.send(Opened(executor.place_files))
     with Answers(pipe, ranks, ends_after_failure=executor.has_queue) as answers:
-        _follow(pipe, executor, answers)
+        return _follow(pipe, executor, answers)
 
 
-def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: Answers) -> None:
-    """Follow orders until the last. A GPU gets the next step while it runs the previous one, as on rank 0."""
+def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: Answers) -> bool:
+    """Follow orders until the last, and return as `_serve` does.
+
+    A GPU gets the next step while it runs the previous one, as on rank 0.
+    """
     rows: StepRows | None = None
     while isinstance(order := pipe.recv(), RunStep | RunLogits | GoOn):
         if isinstance(order, GoOn):
@@ -88,7 +92,8 @@ def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: A
         except Exception as error:  # noqa: BLE001 - rank 0 tells the user
             answers.give(partial(_raise, error))
             if executor.has_queue or not pipe.poll(FAILED_ALONE_S):
-                return
+                return False
+    return True
 
 
 class Answers:

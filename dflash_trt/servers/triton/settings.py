@@ -12,14 +12,15 @@ from typing import Any, Self, get_type_hints
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, ErrorCollector, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.runtime_config import RuntimeConfig, reads_text, value_type, without_none
+from dflash_trt.core.runtime_config import NODES, RuntimeConfig, reads_text, value_type, without_none
 
 # Parameters that Triton's Python backend reads itself.
 ENVIRONMENT_PARAMETER = "EXECUTION_ENV_PATH"
 TRITON_PARAMETERS = (ENVIRONMENT_PARAMETER, "FORCE_CPU_ONLY_INPUT_TENSORS", "INFERENCE_TIMEOUT_SECONDS")
 
 _TRUE, _FALSE = "true", "false"
-_RUNTIME_TYPES = {name: value_type(name) for name in RuntimeConfig.model_fields if name != "device"}  # its group's
+_LEFT_OUT = {"device", *NODES}  # its group's; all ranks are on the server's machine
+_RUNTIME_TYPES = {name: value_type(name) for name in RuntimeConfig.model_fields if name not in _LEFT_OUT}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.runtime_config import PREFIX_TIERS, RuntimeConfig
+from dflash_trt.core.runtime_config import NODES, PREFIX_TIERS, RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import check_drafting, max_draft_len
 
@@ -18,6 +18,7 @@ _REFUSED: Final = (
     "draft_window",
     "num_state_snapshots",
     *PREFIX_TIERS,
+    *NODES,
     "deterministic",
     "num_threads",
     "plugin_library",
