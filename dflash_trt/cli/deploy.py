@@ -173,17 +173,22 @@ def _node_options(command: Any) -> Any:
     short_help="The command that serves an engine on nodes of Slurm.", epilog=examples("dflash-trt deploy slurm engine")
 )
 @_node_options
-@click.option("--image", metavar="NAME", help="Container image.  [default: NVIDIA's release of TensorRT-LLM]")
+@click.option(
+    "--image",
+    metavar="NAME",
+    help="Container image (default for backend tensorrt_llm: NVIDIA's release of it; else none).",
+)
 def slurm(engine_dir: Path, gpus_per_node: int, port: int, image: str | None) -> None:
-    """Print the srun command that serves an engine of backend tensorrt_llm on several nodes.
+    """Print the srun command that serves an engine on several nodes, for a batch script.
 
-    The engine's directory must be at the same path on every node. The first rank listens on all its addresses.
+    The engine's directory must be at the same path on every node. The first node listens on all its addresses. Engines
+    of backend torch and tensorrt need DFLASH_TRT_SECRET in the environment of the script.
     """
     from dflash_trt.engine_dir import EngineDir
-    from dflash_trt.servers.nodes import nodes_of, slurm_command
+    from dflash_trt.servers.nodes import nodes_of, slurm_line
 
     nodes = nodes_of(EngineDir.open(engine_dir), gpus_per_node=gpus_per_node, port=port)
-    click.echo(shlex.join(slurm_command(nodes) if image is None else slurm_command(nodes, image=image)))
+    click.echo(slurm_line(nodes, image=image))
 
 
 @deploy.command(

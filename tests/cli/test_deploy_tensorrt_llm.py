@@ -123,7 +123,11 @@ def test_every_option_of_slurm_and_mpi_is_in_its_command(engine: Path, invoke: I
 def test_nodes_that_the_ranks_do_not_fill_are_refused(engine: Path, engine_dir: Path, invoke: Invoke) -> None:
     cases: list[tuple[list[str | Path], str]] = [
         (["slurm", engine], "--gpus-per-node: expected a divisor of 2, the engine's ranks, found 8"),
-        (["slurm", engine_dir, "--gpus-per-node", "1"], "engine: expected backend tensorrt_llm, found torch"),
+        (["slurm", engine_dir, "--gpus-per-node", "1"], "--gpus-per-node: expected fewer than 1, the engine's ranks"),
+        (
+            ["mpi", engine_dir, "--gpus-per-node", "1", "--hosts", "a"],
+            "engine: expected backend tensorrt_llm, found torch",
+        ),
         (["mpi", engine, "--gpus-per-node", "1", "--hosts", "a"], "--hosts: expected 2 names"),
     ]
     for words, message in cases:

@@ -1,6 +1,9 @@
 """An engine of two ranks from the command line: built, run and compared like any other."""
 
 import json
+import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,53 @@ def test_collectives_of_plugins_need_their_backend(target: Path, tmp_path: Path,
     result = invoke(*words)
     assert result.exit_code == 2
     assert "collectives plugin needs backend tensorrt" in result.stderr
+
+
+# Stands for Slurm on two nodes: each runs the command after srun's options, whose values stand after "=".
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+for id in 0 1; do SLURM_NODEID=$id "$@"; done
+"""
+SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames gpu[07-08]" ] && printf 'gpu07\\ngpu08\\n'
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shell of a batch script; `dflash-trt` prints its arguments."""
+    (tmp_path / "bin").mkdir()
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("dflash-trt", '#!/bin/sh\necho "$@"\n')):
+        path = tmp_path / "bin" / name
+        path.write_text(script)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-08]")
+
+
+def test_the_line_for_slurm_serves_on_the_first_node_and_runs_ranks_on_the_others(
+    two_ranks: Path, slurm: None, invoke: Invoke
+) -> None:
+    words = ["deploy", "slurm", two_ranks, "--gpus-per-node", "1", "--port", "9000"]
+    line = invoke(*words).stdout
+    options = ["--label", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    assert shlex.split(line)[: len(options) + 2] == ["srun", *options, "sh"]
+    ran = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    nodes = "--nnodes 2 --master-addr gpu07"
+    commands = [f"serve {two_ranks} --host 0.0.0.0 --port 9000 {nodes}", f"ranks {two_ranks} --node-rank 1 {nodes}"]
+    assert ran.stdout.splitlines() == commands
+    for command in commands:  # our commands take these words
+        name, *rest = command.split()
+        cli.commands[name].make_context(name, rest)
+    image = shlex.split(invoke(*words, "--image", "ours").stdout)
+    mount = f"--container-mounts={two_ranks}:{two_ranks}"
+    assert image[6:9] == ["--container-image=ours", mount, f"--container-workdir={two_ranks}"]
+
+
+def test_one_node_needs_no_slurm_line(two_ranks: Path, invoke: Invoke) -> None:
+    refused = invoke("deploy", "slurm", two_ranks, "--gpus-per-node", "2")
+    assert refused.exit_code == 2
+    assert "--gpus-per-node: expected fewer than 2, the engine's ranks, found 2. One node is enough" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["eval", "bench speedup", "bench throughput", "bench serve", "deploy triton"])
