@@ -588,7 +588,7 @@ def test_servers_get_the_nodes_of_their_one_engine(two_ranks, engine_dir, invoke
         assert invoke("serve", two_ranks, *OF_NODES, *gpus).stderr == "error: recorded\n"
         service = supervisor.arguments["service"]
         assert (service.worker.runtime, service.num_replicas, service.gpus) == (runtime, 1, groups)
-    assert invoke("worker", two_ranks, *OF_NODES).stderr == "error: recorded\n"
+    assert invoke("worker", two_ranks, *OF_NODES, "--discovery-backend", "kubernetes").stderr == "error: recorded\n"
     assert worker_process.arguments["settings"].runtime == runtime
     for words, refusal in (
         (["--replicas", "2"], "--nnodes: expected one replica, which has 2 nodes, found 2"),
