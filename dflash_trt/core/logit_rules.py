@@ -102,7 +102,7 @@ class SlotUpdate:
 
 
 def rules_bytes(num_slots: int, max_positions: int) -> int:
-    """Memory of the rules and tokens of a device's slots: `kernels.logit_rules_launch.RuleTensors`."""
+    """Memory of the rules and tokens of a device's slots: `kernels.rule_tensors.RuleTensors`."""
     per_bias = 3 + MAX_BAD_WORD_TOKENS  # token, bias, end and prefix
     per_slot = 6  # flag, length of the prompt, penalties and number of biases
     return 4 * num_slots * (per_slot + MAX_BIASES * per_bias + max_positions)

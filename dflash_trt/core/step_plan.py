@@ -222,6 +222,10 @@ class TokenMasks:
         is_in = (self.rows >= start) & (self.rows < stop)
         return TokenMasks(rows=self.rows[is_in] - start, bits=self.bits[is_in])
 
+    def widened(self, width: int, wider: int) -> TokenMasks:
+        """The same, where each request has `wider` rows in place of `width`."""
+        return TokenMasks(rows=self.rows // width * wider + self.rows % width, bits=self.bits)
+
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:

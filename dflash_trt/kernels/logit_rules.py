@@ -1,12 +1,13 @@
-"""Logit rules on a GPU: scores of a step in float32, as `backends/torch/logit_rules.py` defines them.
+"""Logit rules and token masks on a GPU: scores of a step in float32, as `backends/torch` defines them.
 
 
     count_tokens  [requests, tiles]  how often each token is in the text before a request's first row of logits
-    adjust        [rows, tiles]      scores: the logits, with the rules of the row's request
-    raw_logprobs  [rows]             log-probabilities of rows with rules, under the logits before them
+    adjust        [rows, tiles]      scores: the logits, with the rules of the row's request, then its mask
+    raw_logprobs  [rows]             log-probabilities of rows with rules or masks, under the logits before them
 
-Tokens of a slot are stored by position, the step's tokens included; a row reads the tokens before it. Launching is in
-`logit_rules_launch.py`.
+Tokens of a slot are stored by position, the step's tokens included; a row reads the tokens before it. Masks are as in
+`core.step_plan.TokenMasks`; `row_masks` has the number of each row's mask, from 1 on, after an entry that is not read.
+Launching is in `logit_rules_launch.py`.
 """
 
 # mypy: ignore-errors
@@ -19,6 +20,18 @@ from dflash_trt.kernels.sampling_rows import load_logits
 
 _ANY_TOKEN = tl.constexpr(-1)
 _NOT_THERE = tl.constexpr(-2)
+
+
+@triton.jit
+def mask_of_row(row_masks, row):
+    """The number of a row's mask, from 1 on; 0 for none."""
+    return tl.load(row_masks + 1 + row)
+
+
+@triton.jit
+def is_adjusted(has_rules, slot_ids, row_masks, row, width):
+    """True for a row with rules or a mask."""
+    return (tl.load(has_rules + tl.load(slot_ids + row // width)) != 0) | (mask_of_row(row_masks, row) != 0)
 
 
 @triton.jit
@@ -73,6 +86,8 @@ def adjust_kernel(
     bias_ends,  # int32 [S, MAX_BIASES]
     prefixes,  # int32 [S, MAX_BIASES, PREFIX]
     tokens,  # int32 [S, max_positions]
+    row_masks,  # int32 [1 + R * width]
+    mask_bits,  # int32 [any, ceil(vocab_size / 32)]
     counts,  # int32 [R, vocab_size]
     vocab_size,
     width,
@@ -107,6 +122,11 @@ def adjust_kernel(
         x = tl.where(count > 0, repeated, x)
         x -= tl.load(penalties + slot * 3 + 2) * (count // 2).to(tl.float32)
         x -= tl.where(count >= 2, presence, 0.0)
+    mask = mask_of_row(row_masks, row)
+    if mask != 0:
+        words = mask_bits + (mask - 1).to(tl.int64) * tl.cdiv(vocab_size, 32)
+        word = tl.load(words + offsets // 32, mask=offsets < vocab_size, other=0)
+        x = tl.where((word >> (offsets % 32)) & 1 != 0, x, float("-inf"))
     tl.store(scores + row.to(tl.int64) * vocab_size + offsets, x, mask=offsets < vocab_size)
 
 
@@ -116,14 +136,15 @@ def raw_logprobs_kernel(
     scores,  # float32 [R * width, vocab_size]
     slot_ids,  # int64 [R]
     has_rules,  # int32 [S]
+    row_masks,  # int32 [1 + R * width]
     emitted_tokens,  # int32 [R * width]
-    emitted_logprobs,  # float32 [R * width], rows with rules are overwritten
+    emitted_logprobs,  # float32 [R * width], rows with rules or masks are overwritten
     vocab_size,
     width,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if tl.load(has_rules + tl.load(slot_ids + row // width)) != 0:
+    if is_adjusted(has_rules, slot_ids, row_masks, row, width):
         largest = tl.full((), float("-inf"), tl.float32)
         for start in range(0, vocab_size, TILE):
             x = load_logits(logits, row, start + tl.arange(0, TILE), vocab_size)

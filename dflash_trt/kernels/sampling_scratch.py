@@ -1,4 +1,4 @@
-"""The kernels that sample and draft, in the order of their launches: grids and scratch tensors.
+"""The kernels that sample, adjust and draft, in the order of their launches: grids and scratch tensors.
 
 Needs neither Triton nor PyTorch.
 """
@@ -65,6 +65,7 @@ SAMPLING_GRIDS = {
     "draw": _ROWS,
     "accept": ("num_requests", "1", "1"),
 }
+RULE_GRIDS = {"count_tokens": ("num_requests", "num_tiles", "1"), "adjust": _TILES, "raw_logprobs": _ROWS}
 DRAFT_GRIDS = {"tile_argmax": _TILES, "combine_argmax": _ROWS}
 
 

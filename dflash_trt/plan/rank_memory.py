@@ -80,17 +80,17 @@ def rank_memory(
         has_pages_last=has_pages_last,
         context_bytes=CONTEXT_BYTES,
         weights_bytes=weights_bytes,
-        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last) + (0 if has_pages_last else _rules_bytes(steps)),
+        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last) + _rules_bytes(steps),
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
         activations_bytes=activations_bytes(
-            config, steps, num_tokens=_max_tokens(steps), has_rules=not has_pages_last, has_nodes=has_pages_last
+            config, steps, num_tokens=_max_tokens(steps), has_rules=True, has_nodes=has_pages_last
         ),
         graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
 
 
 def _rules_bytes(limits: ExecutorLimits) -> int:
-    """Logit rules and tokens of every slot, and of padding; TensorRT engines have none."""
+    """Logit rules and tokens of every slot, and of padding."""
     return rules_bytes(limits.max_batch_size + 1, limits.max_positions)
 
 

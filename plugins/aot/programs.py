@@ -26,6 +26,7 @@ from plugins.aot.expressions import cpp_expression
 from plugins.aot.rules import CONSTANTS, RULES
 
 _TYPES: Final = {"F": "kFloat", "int32": "kInt32", "int64": "kInt64", "float32": "kFloat32", "int8": "kInt8"}
+_POINTERS: Final = {"F": "PointerType::kNetwork", "float32": "PointerType::kFloat32", "pages": "PointerType::kPages"}
 _GIVEN: Final = ("element_bytes", "is_float32", "num_multiprocessors")
 _RULES: Final = {rule.__name__ for rule in RULES}
 _HELPERS: Final = ("ceil_div", "log2", "largest_divisor")  # of runtime/arithmetic.h
@@ -223,7 +224,7 @@ class _Writer:
         return f'nullptr, {self._kernel(value.kernel)}, "{value.name}", {nearest}'
 
     def _kernel(self, kernel: Kernel) -> str:
-        types = [f'{{"{name}", {_bool(type_ == "pages")}}}' for name, type_ in kernel.types.items()]
+        types = [f'{{"{name}", {_POINTERS[type_]}}}' for name, type_ in kernel.types.items()]
         constants = [
             f'{{"{name}", Match::{match}, {self._integer(value)}}}'
             for match, values in (("kEqual", kernel.equal), ("kSized", kernel.sized), ("kAtLeast", kernel.at_least))

@@ -8,7 +8,7 @@ import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels import argmax
+from dflash_trt.kernels import argmax, logit_rules, logit_rules_launch
 from dflash_trt.kernels.argmax_launch import DRAFT_WARPS, draft_constants
 from dflash_trt.kernels.sampling_launch import (
     SAMPLING_WARPS,
@@ -18,7 +18,7 @@ from dflash_trt.kernels.sampling_launch import (
     sampling_kernel,
     workspace_shapes,
 )
-from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, SAMPLING_GRIDS
+from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, RULE_GRIDS, SAMPLING_GRIDS
 from plugins.aot.variant import KernelVariant, pointer
 
 DRAFT_TOPK: Final = 32  # of a draft, at most: no drafter of the library's has more
@@ -39,6 +39,32 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
         )
         for name, grid in SAMPLING_GRIDS.items()
     )
+
+
+def rule_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
+    """The launches of `logit_rules_launch`, in order; grids as above."""
+    floats = ("scores", "penalties", "bias_values", "emitted_logprobs")
+    types = dict.fromkeys(floats, pointer(torch.float32)) | dict.fromkeys(("width", "max_positions"), "i32")
+    types |= {"logits": pointer(dtype), "slot_ids": pointer(torch.int64), "vocab_size": _size(vocab_size)}
+    variants = []
+    for name, grid in RULE_GRIDS.items():
+        kernel: Any = getattr(logit_rules, f"{name}_kernel")
+        constants = logit_rules_launch.CONSTANTS[name]
+        variants.append(
+            KernelVariant(
+                name=name,
+                kernel=kernel,
+                signature={
+                    key: types.get(key, pointer(torch.int32)) for key in kernel.arg_names if key not in constants
+                },
+                constexprs=constants,
+                num_warps=logit_rules_launch.NUM_WARPS,
+                num_stages=1,
+                has_fp_fusion=False,  # a penalty is rounded before it is subtracted
+                grid=grid,
+            )
+        )
+    return tuple(variants)
 
 
 def draft_variants(
@@ -70,13 +96,19 @@ def draft_variants(
 
 
 def library_sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> Iterator[KernelVariant]:
-    """The first with names that are unique in a library: the launcher's and what distinguishes its variants here."""
-    for variant in sampling_variants(dtype, vocab_size=vocab_size, max_width=max_width):
+    """The first two with names that are unique in a library: the launcher's and what distinguishes its variants here.
+
+    Steps with rules or masks sample scores, which are float32 in every network.
+    """
+    for sampled in (dtype, torch.float32):
+        for variant in sampling_variants(sampled, vocab_size=vocab_size, max_width=max_width):
+            yield replace(variant, name=_name(variant, sampled))
+    for variant in rule_variants(dtype, vocab_size=vocab_size):
         yield replace(variant, name=_name(variant, dtype))
 
 
 def library_draft_variants(dtype: torch.dtype, *, vocab_size: int, has_map: bool) -> Iterator[KernelVariant]:
-    """The second with such names."""
+    """The third with such names."""
     for variant in draft_variants(dtype, vocab_size=vocab_size, has_map=has_map):
         yield replace(variant, name=_name(variant, dtype) + ("_map" if has_map else ""))
 

@@ -32,11 +32,12 @@ class KernelVariant:
     num_warps: int
     num_stages: int
     is_fenced: bool = False  # its loops load ahead as `kernels.loop_stages.fenced_stages` says
+    has_fp_fusion: bool = True  # products and sums become one operation, with one rounding
     grid: tuple[str, str, str]
 
     @property
     def options(self) -> dict[str, int | bool]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.has_fp_fusion}
 
     @property
     def arguments(self) -> tuple[tuple[str, str, bool], ...]:

@@ -257,8 +257,13 @@ void check_configuration(Plugin const& plugin, Node node)
     };
     if (node.name == "SampleAndAccept")
     {
-        refuses("logits", 1, int64_t{1} << 30, "TILES");
+        Node changed = node;
+        changed.input("logits").sizes[1] = int64_t{1} << 30;
+        changed.input("mask_bits").sizes[1] = int64_t{1} << 25;
+        refuses_node(changed, "TILES");
         refuses("logit_rows", 1, 1000, "WIDTH");
+        refuses("mask_bits", 1, 1, "mask_bits: expected [1, 157]");
+        refuses("row_masks", 0, 4, "row_masks: expected 1 entry, or 1 more than rows of logits, 6, found 4");
         return;
     }
     if (node.name == "DraftTokens")

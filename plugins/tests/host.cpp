@@ -47,7 +47,7 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
         if (creator->getPluginName() == name)
         {
             expect(std::string(creator->getPluginNamespace()) == "dflash_trt", name + ": namespace");
-            expect(std::string(creator->getPluginVersion()) == "2", name + ": version");
+            expect(std::string(creator->getPluginVersion()) == "3", name + ": version");
             return creator;
         }
     }

@@ -41,6 +41,7 @@ struct Node
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000, kDraftTopk = 32;
+constexpr int64_t kSlots = 9;
 // Of tests/plugins/delta_cases.py.
 constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
@@ -101,7 +102,11 @@ inline std::vector<Node> make_nodes(
                 per_request("num_candidates", i32), {"draft_topk_ids", {kRequests, (kWidth - 1) * kDraftTopk}, i32},
                 {"draft_topk_probs", {kRequests, (kWidth - 1) * kDraftTopk}, f32}, per_request("temperature", f32),
                 per_request("top_k", i32), per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64),
-                per_request("draft_stream", i32)},
+                per_request("draft_stream", i32), per_request("slot_ids", i64), {"row_masks", {1}, i32},
+                {"mask_bits", {1, (kVocabulary + 31) / 32}, i32}, {"has_rules", {kSlots}, i32},
+                {"num_prompt_tokens", {kSlots}, i32}, {"penalties", {kSlots, 3}, f32}, {"num_biases", {kSlots}, i32},
+                {"bias_tokens", {kSlots, 1024}, i32}, {"bias_values", {kSlots, 1024}, f32},
+                {"bias_ends", {kSlots, 1024}, i32}, {"prefixes", {kSlots, 1024, 32}, i32}, {"tokens", {kSlots, 64}, i32}},
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
             9},

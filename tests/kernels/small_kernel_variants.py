@@ -2,7 +2,7 @@
 
 import torch
 
-from dflash_trt.kernels import logit_rules, logit_rules_launch, row_copies_launch
+from dflash_trt.kernels import row_copies_launch
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel
 from dflash_trt.kernels.norm_launch import GATED_BLOCK, norm_warps
@@ -74,37 +74,6 @@ def quantize_variant(dtype: torch.dtype) -> KernelVariant:
         num_warps=4,
         num_stages=1,
         grid=(f"(num_elements + {BLOCK - 1}) / {BLOCK}", "1", "1"),
-    )
-
-
-def logit_rule_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
-    """Grids use num_requests, num_rows and num_tiles."""
-    floats = {"logits": pointer(dtype)} | dict.fromkeys(
-        ("scores", "penalties", "bias_values", "emitted_logprobs"), pointer(torch.float32)
-    )
-    sizes = {"width": "i32", "max_positions": "i32", "vocab_size": f"i32{':16' if vocab_size % 16 == 0 else ''}"}
-    types = floats | sizes | {"slot_ids": pointer(torch.int64)}
-    grids = {
-        "count_tokens": ("num_requests", "num_tiles", "1"),
-        "adjust": ("num_rows", "num_tiles", "1"),
-        "raw_logprobs": ("num_rows", "1", "1"),
-    }
-    kernels = {name: getattr(logit_rules, f"{name}_kernel") for name in grids}
-    return tuple(
-        KernelVariant(
-            name=name,
-            kernel=kernel,
-            signature={
-                argument: types.get(argument, pointer(torch.int32))
-                for argument in kernel.arg_names
-                if argument not in logit_rules_launch.CONSTANTS[name]
-            },
-            constexprs=logit_rules_launch.CONSTANTS[name],
-            num_warps=logit_rules_launch.NUM_WARPS,
-            num_stages=1,
-            grid=grids[name],
-        )
-        for name, kernel in kernels.items()
     )
 
 

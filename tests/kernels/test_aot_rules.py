@@ -4,11 +4,16 @@ import itertools
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 
 import pytest
+import torch
 
+from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.kernels.programs.sampling import RULE_TENSORS
+from dflash_trt.kernels.rule_tensors import RuleTensors
 from plugins.aot.programs import programs_source
 from plugins.aot.rules import RULES, rule_expression, rules_header
 
@@ -67,7 +72,18 @@ def test_every_rule_computes_the_same_in_cpp(tmp_path) -> None:
 def test_the_sampling_inputs_of_the_library_are_the_table() -> None:
     names = [row.name for row in STEP_SAMPLING_FIELDS]
     (declared,) = re.findall(r"kSampleAndAcceptInputRules\w+\[\] = (.*);", programs_source())
-    assert re.findall(r'\{"(\w+)", TensorType', declared)[-len(names) :] == names
+    found = re.findall(r'\{"(\w+)", TensorType', declared)
+    assert found[found.index(names[0]) :][: len(names)] == names
+
+
+def test_rules_in_memory_are_as_the_program_reads_them() -> None:
+    tensors = RuleTensors.allocate(5, 70, torch.device("cpu"))
+    sizes = {"slots": 5, "max_positions": 70}
+    assert [item.name for item in fields(RuleTensors)] == [rule.name for rule in RULE_TENSORS]
+    for rule in RULE_TENSORS:
+        tensor = getattr(tensors, rule.name)
+        assert dtype_name(tensor.dtype) == rule.dtype
+        assert tuple(tensor.shape) == tuple(sizes.get(axis) or int(axis) for axis in rule.shape)
 
 
 def to_the_power(*, tile: int) -> int:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
+from dflash_trt.backends.cuda.logit_rules import StepRules
+from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
 from dflash_trt.backends.slots import PlanInputs
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.logit_rules import adjust_scores
@@ -17,7 +18,7 @@ from dflash_trt.core.batch import ScheduledRequest, SlotMirror, StepBatch, StepS
 from dflash_trt.core.logit_rules import LogitRules, rules_bytes
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import StepPlan
-from dflash_trt.kernels.logit_rules_launch import RuleTensors
+from dflash_trt.kernels.rule_tensors import MaskTensors, RuleTensors
 from dflash_trt.kernels.sampling_launch import allocate_outputs
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -94,7 +95,7 @@ def test_scores_and_log_probabilities_are_those_of_the_definition(
             adjust_scores(expected[r * WIDTH : (r + 1) * WIDTH], row.logit_rules, tokens, num_known)
     slots = DeviceRules(make_limits(max_batch_size=4), device)
     assert slots.update(plan)
-    rules = StepRules(slots, *on_device(plan, batch, device))
+    rules = StepRules(slots, no_masks(vocab_size, device), *on_device(plan, batch, device))
     raw = logits.to(device)
     scores = rules.scores(raw)
     assert torch.equal(scores.cpu(), expected)
@@ -108,6 +109,10 @@ def test_scores_and_log_probabilities_are_those_of_the_definition(
     torch.testing.assert_close(outputs.emitted_logprobs.cpu(), right, rtol=0, atol=1e-5)
 
 
+def no_masks(vocab_size: int, device: torch.device) -> MaskTensors:
+    return mask_tensors(None, num_rows=len(RULES) * WIDTH, vocab_size=vocab_size, device=device)
+
+
 def batch_of(plan: StepPlan) -> StepBatch:
     """The rows of `make_plan`, once more."""
     return SlotMirror(64).assemble(plan, page_size=PAGE_SIZE)
@@ -117,7 +122,7 @@ def test_a_row_whose_tokens_are_all_banned_and_one_that_is_not_finite_give_none(
     plan = make_plan(np.random.default_rng(3))
     slots = DeviceRules(make_limits(max_batch_size=4), device)
     slots.update(plan)
-    rules = StepRules(slots, *on_device(plan, batch_of(plan), device))
+    rules = StepRules(slots, no_masks(24, device), *on_device(plan, batch_of(plan), device))
     logits = torch.zeros(len(RULES) * WIDTH, 24, device=device)
     logits[0, 3] = torch.nan
     scores = rules.scores(logits)

@@ -14,8 +14,6 @@ from plugins.aot.programs import programs_source
 from plugins.aot.variant import KernelVariant
 from tests.plugins.small_library import SmallLibrarySpec
 
-LAUNCHING = tuple(program for program in PROGRAMS if program.stage.launches)
-
 
 @pytest.fixture(scope="module")
 def variants() -> dict[str, list[KernelVariant]]:
@@ -36,6 +34,9 @@ def variants() -> dict[str, list[KernelVariant]]:
 
 def stages(program: Program) -> tuple[Stage, ...]:
     return program.stage, *program.passes
+
+
+LAUNCHING = tuple(program for program in PROGRAMS if any(stage.launches for stage in stages(program)))
 
 
 def kernels(program: Program) -> Iterator[Kernel]:

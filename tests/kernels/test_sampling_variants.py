@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash_trt.backends.logit_rules import mask_tensors
 from dflash_trt.kernels import (
     argmax,
     argmax_launch,
@@ -22,11 +23,12 @@ from dflash_trt.kernels import (
 )
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
+from dflash_trt.kernels.rule_tensors import RuleTensors
 from dflash_trt.kernels.sampling_launch import workspace_shapes
 from dflash_trt.kernels.sampling_scratch import num_tiles
-from plugins.aot.sampling_variants import draft_variants, sampling_variants
+from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants
 from plugins.aot.variant import pointer
-from tests.kernels.small_kernel_variants import logit_rule_variants, norm_variants, quantize_variant
+from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
 from tests.kernels.test_attention_variants import Recorder
 from tests.kernels.test_sampling_kernels import make_inputs
 
@@ -141,16 +143,17 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
 def test_logit_rule_variants_are_what_is_launched(monkeypatch, vocab_size):
-    variants = logit_rule_variants(torch.float16, vocab_size=vocab_size)
+    variants = rule_variants(torch.float16, vocab_size=vocab_size)
     recorders = [recorded(monkeypatch, logit_rules_launch, f"{variant.name}_kernel") for variant in variants]
-    rules = logit_rules_launch.RuleTensors.allocate(4, 77, torch.device("cpu"))
+    rules = RuleTensors.allocate(4, 77, torch.device("cpu"))
+    masks = mask_tensors(None, num_rows=3 * WIDTH, vocab_size=vocab_size, device=torch.device("cpu"))
     logits, slot_ids = torch.zeros(3 * WIDTH, vocab_size, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
     rows = torch.zeros((3, WIDTH), dtype=torch.int32)
     scores = logit_rules_launch.adjusted_scores(
-        logits, rules, slot_ids=slot_ids, positions=rows.flatten(), logit_rows=rows
+        logits, rules, masks, slot_ids=slot_ids, positions=rows.flatten(), logit_rows=rows
     )
     logit_rules_launch.write_raw_logprobs(
-        logits, scores, rules, slot_ids=slot_ids, emitted_tokens=rows, emitted_logprobs=torch.zeros(3, WIDTH)
+        logits, scores, rules, masks, slot_ids=slot_ids, emitted_tokens=rows, emitted_logprobs=torch.zeros(3, WIDTH)
     )
     sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": 2}
     for variant, recorder in zip(variants, recorders, strict=True):
@@ -167,10 +170,8 @@ import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
-from tests.kernels.small_kernel_variants import (
-    logit_rule_variants, norm_variants, quantize_variant, row_copy_variants
-)
-from plugins.aot.sampling_variants import draft_variants, sampling_variants
+from tests.kernels.small_kernel_variants import norm_variants, quantize_variant, row_copy_variants
+from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants
 
 def variants(dtype, vocab_size, forms):
     yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)
@@ -179,7 +180,7 @@ def variants(dtype, vocab_size, forms):
     for has_map in (False, True):
         yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
-    yield from logit_rule_variants(dtype, vocab_size=vocab_size)
+    yield from rule_variants(dtype, vocab_size=vocab_size)
     yield from row_copy_variants()
 
 plan = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.scheduler.config import SchedulerConfig
@@ -106,13 +107,24 @@ def outputs_of(loop, requests):
 
 
 @pytest.fixture(scope="module")
-def executor(pair):
-    return make_executor(*pair)
+def opened():
+    """Opens an executor over a pair of checkpoints: the modules that run these laws over others have their own."""
+    return make_executor
+
+
+@pytest.fixture(scope="module")
+def executor(opened, pair):
+    return opened(*pair)
+
+
+def slots_of(executor) -> DeviceSlots:
+    staged = getattr(executor, "_buffers", None)
+    return executor._slots if staged is None else staged.staging.slots
 
 
 def draft_nearly_right(monkeypatch, executor, expected: list[list[int]]) -> None:
     """Store drafts whose first n tokens are right, any n from 0 to K: request i is in slot i."""
-    store = executor._slots.store
+    store = slots_of(executor).store
 
     def store_others(slot_ids, bonus_tokens, proposal, next_context_lens) -> None:
         draft_tokens = None if proposal is None else proposal.tokens
@@ -126,7 +138,7 @@ def draft_nearly_right(monkeypatch, executor, expected: list[list[int]]) -> None
         changed = None if draft_tokens is None else Proposal(tokens=draft_tokens % 12)
         store(slot_ids, bonus_tokens, changed, next_context_lens)
 
-    monkeypatch.setattr(executor._slots, "store", store_others)
+    monkeypatch.setattr(slots_of(executor), "store", store_others)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,8 +185,8 @@ def test_a_stop_token_waits_for_min_tokens(model, executor) -> None:
         assert list(output.token_ids) == expected
 
 
-def test_a_prefix_hit_and_chunks_of_a_prompt_change_nothing(model, pair) -> None:
-    executor = make_executor(*pair)
+def test_a_prefix_hit_and_chunks_of_a_prompt_change_nothing(model, opened, pair) -> None:
+    executor = opened(*pair)
     executor.limits = type(executor.limits)(
         **{name: getattr(executor.limits, name) for name in executor.limits.__dataclass_fields__}
         | {"max_num_tokens": 9}  # a prompt takes three steps
@@ -187,9 +199,9 @@ def test_a_prefix_hit_and_chunks_of_a_prompt_change_nothing(model, pair) -> None
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_preemption_and_a_pause_in_the_middle_change_nothing(model, pair, overlaps) -> None:
+def test_preemption_and_a_pause_in_the_middle_change_nothing(model, opened, pair, overlaps) -> None:
     expected = [generated(model, prompt, **CASES["all"]) for prompt in PROMPTS]
-    loop = make_loop(make_executor(*pair), k=3, overlaps=overlaps)
+    loop = make_loop(opened(*pair), k=3, overlaps=overlaps)
     streams = [loop.submit(make_request(str(i), prompt, **CASES["all"])) for i, prompt in enumerate(PROMPTS)]
     for turn in range(1000):
         if turn in (3, 5, 8):
@@ -224,11 +236,11 @@ def test_a_request_whose_tokens_are_all_banned_ends_with_an_error_alone(executor
 
 
 @pytest.fixture(scope="module")
-def five_tokens(tmp_path_factory):
+def five_tokens(tmp_path_factory, opened):
     root = tmp_path_factory.mktemp("five")
     target = make_target(root / "target", vocab_size=5, tokenizer=False, seed=3)
     drafter = make_zlab_drafter(root / "drafter", target_dir=target, block_size=4)
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), make_executor(
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), opened(
         target, drafter, max_batch_size=64
     )
 

@@ -1,7 +1,6 @@
 """Memory that a plan counts for a step, against what the GPU's executor allocates and holds. No GPU is needed."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int, *, has_rules: bo
             args[kernel.arg_names.index("token_ids")].zero_()
 
     executor._rules.tensors  # noqa: B018  (made at first use, and counted with the buffers)
-    use = LogitUse(make_rules=partial(executor._step_rules, shape) if has_rules else None)
+    use = LogitUse(make_rules=executor._rules_of(shape, None) if has_rules else None)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, LiveMemory() as live:
         patch.setattr(InterpretedFunction, "run", run)
         executor._run(shape, use)
@@ -213,13 +212,14 @@ def test_every_part_is_counted_once_before_or_after_the_pages() -> None:
         assert (found.before_pages_bytes, found.after_pages_bytes) == (before, after)
 
 
-def test_logit_rules_of_every_slot_and_of_padding_are_counted_where_there_are_some(tmp_path: Path) -> None:
+def test_logit_rules_of_every_slot_and_of_padding_are_counted(tmp_path: Path) -> None:
     config = PretrainedConfig(target=read_specs(make_target(tmp_path, tokenizer=False), None).target, dtype="float32")
     limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=32, max_draft_len=0, page_size=16)
     steps = rank_memory.executor_limits(config, limits)
-    for is_last, rules in ((False, rules_bytes(5, steps.max_positions)), (True, 0)):
+    for is_last in (False, True):
         found = rank_memory.rank_memory(config, limits, weights_bytes=7, multiprocessors=8, has_pages_last=is_last)
-        assert found.buffers_bytes == rules + rank_memory.buffers_bytes(steps, has_nodes=is_last)
+        of_steps = rank_memory.buffers_bytes(steps, has_nodes=is_last)
+        assert found.buffers_bytes == rules_bytes(5, steps.max_positions) + of_steps
         assert (found.weights_bytes, found.context_bytes) == (7, 1 << 30)
 
 

@@ -1,10 +1,15 @@
 """Random inputs of plugin nodes: whole steps, with requests of different lengths and shuffled pages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.logit_rules import mask_tensors
+from dflash_trt.core.logit_rules import ANY_TOKEN
+from dflash_trt.core.step_plan import TokenMasks
+from dflash_trt.kernels.rule_tensors import RuleTensors
 from tests.logit_rows import columns_off
 
 PAGE_SIZE = 4
@@ -38,6 +43,7 @@ class StepCase:
     has_sinks: int = 0
     shares_kv: int = 0
     first_key: int = 0
+    is_adjusted: bool = False  # the rows of sample_and_accept have rules and masks
 
     @property
     def scales(self) -> dict[str, float]:
@@ -71,6 +77,7 @@ CASES = {
     ),
     "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
     "chain": StepCase(num_tokens=(2, 5), context_lens=(0, 14), width=2, is_causal=1, first_key=1),
+    "rules and masks": StepCase(num_tokens=(3, 11, 3, 3), context_lens=(9, 6, 21, 14), width=3, is_adjusted=True),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096, draft_topk=0),
 }
 ANCHORED = ("anchored window", "causal anchored window")
@@ -86,9 +93,14 @@ SCORE_FIELDS = {
     ("AttendDraft", "softcap"): ("soft cap", 0.0),
     ("AttendDraft", "score_scale"): ("score scale", 0.25),
 }
+# Without one of these, rows of "rules and masks" give other tokens or log probabilities.
+READ_RULES = (
+    *("row_masks", "mask_bits", "has_rules", "penalties", "num_biases", "bias_tokens", "bias_values", "bias_ends"),
+    *("prefixes", "tokens", "num_prompt_tokens"),
+)
 # Heads and pages are nothing to sampling and drafts, and masks nothing to rows.
 SAMPLING_NODES = ("SampleAndAccept", "DraftTokens")
-SAMPLING_CASES = ("verify", "prefill", "window", "one token")
+SAMPLING_CASES = ("verify", "prefill", "window", "rules and masks", "one token")
 # Plugin names, and the methods that make their inputs.
 NODES = {
     "AttendPages": "attend_pages",
@@ -99,7 +111,13 @@ NODES = {
     "DraftTokens": "draft_tokens",
 }
 FEW_CASES = (*SAMPLING_NODES, "PreviousRows")
-PAIRS = [(node, case) for case in CASES for node in NODES if node not in FEW_CASES or case in SAMPLING_CASES]
+PAIRS = [
+    (node, case)
+    for case in CASES
+    for node in NODES
+    if case in SAMPLING_CASES or node not in FEW_CASES
+    if node == "SampleAndAccept" or not CASES[case].is_adjusted
+]
 
 
 class NodeInputs:
@@ -184,6 +202,7 @@ class NodeInputs:
                 "positions": layout["positions"],
                 "token_offsets": layout["token_offsets"],
             }
+            | self._rules(logits, layout["positions"], token_ids)
         )
         return inputs, {"draft_topk": case.draft_topk}
 
@@ -206,6 +225,46 @@ class NodeInputs:
                     token_ids[start + j + 1] = best[r, j, place]
         columns = {"draft_topk_ids": best.int(), "draft_topk_probs": draft_topk_probs}
         return {name: values.flatten(1).contiguous().to(self._device) for name, values in columns.items()}
+
+    def _rules(self, logits: Tensor, positions: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+        """Rules of three requests in four, in slots from the last one on; masks of every third row."""
+        case, requests = self.case, len(self.case.num_tokens)
+        slot_ids, num_rows = list(range(requests))[::-1], requests * case.width
+        rules = RuleTensors.allocate(requests + 1, 64, self._device)
+        masks = None
+        if case.is_adjusted:
+            likely = logits.float().cpu().topk(4, dim=1).indices.view(requests, -1).int()
+            for request, slot in enumerate(slot_ids):
+                self._write_rules(rules, request, slot, likely[request])
+            owners = torch.tensor(slot_ids).repeat_interleave(torch.tensor(case.num_tokens))
+            rules.tokens[owners, positions.cpu().long()] = token_ids.int().to(self._device)
+            rows = np.arange(0, num_rows, 3)
+            words = torch.randint(-(2**31), 2**31, (len(rows), -(-case.vocab_size // 32)), generator=self._random)
+            masks = TokenMasks(rows=rows, bits=words.int().numpy())
+        num_adjusted = num_rows if case.is_adjusted else 0
+        of_step = mask_tensors(masks, num_rows=num_adjusted, vocab_size=case.vocab_size, device=self._device)
+        named = {item.name: getattr(of, item.name) for of in (rules, of_step) for item in fields(of)}
+        return named | {"slot_ids": torch.tensor(slot_ids, device=self._device)}
+
+    def _write_rules(self, rules: RuleTensors, request: int, slot: int, likely: Tensor) -> None:
+        """Of a text of likely tokens; half of the biases are over, or have a prefix that is not there."""
+
+        def chosen(size: int) -> Tensor:
+            return likely[torch.randint(len(likely), (size,), generator=self._random)]
+
+        biases = (0, 0, 40, 8)[request % 4]
+        rules.has_rules[slot] = int(request % 4 != 1)
+        rules.num_prompt_tokens[slot] = 6
+        rules.num_biases[slot] = biases
+        rules.penalties[slot] = torch.tensor(
+            ((1.7, 0.4, 0.3), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 3.0, 2.0))[request % 4]
+        )
+        rules.bias_tokens[slot, :biases] = chosen(biases)
+        rules.bias_values[slot, :biases] = 4 * torch.randn(biases, generator=self._random) - 4
+        rules.bias_ends[slot, :biases] = torch.tensor(([99, 4] * biases)[:biases], dtype=torch.int32)
+        rules.prefixes[slot] = ANY_TOKEN
+        rules.prefixes[slot, 0:biases:3, -1] = self.case.vocab_size
+        rules.tokens[slot] = chosen(64)
 
     def draft_tokens(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """`width` rows of each request; of a draft vocabulary in the cases of a window. One request uses rejection."""

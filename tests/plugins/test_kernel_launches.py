@@ -10,7 +10,7 @@ from tests.plugins.building import BuiltLibrary, run_python
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.latent_cases import CASES as LATENT_CASES
-from tests.plugins.node_inputs import ANCHORED, CHUNK, NODES, PAIRS, SCORE_FIELDS
+from tests.plugins.node_inputs import ANCHORED, CHUNK, NODES, PAIRS, READ_RULES, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
 TOLERANCE = 5e-6
@@ -46,6 +46,11 @@ def test_another_scale_of_fp8_pages_is_noticed(results: dict[str, Any], node: st
 @pytest.mark.parametrize(("node", "field"), SCORE_FIELDS)
 def test_another_score_is_noticed(results: dict[str, Any], node: str, field: str) -> None:
     assert results["spoilt"][f"{node}, {field}"] > SPOILT
+
+
+@pytest.mark.parametrize("name", READ_RULES)
+def test_each_tensor_of_rules_and_masks_is_read(results: dict[str, Any], name: str) -> None:
+    assert results["spoilt"][name] > SPOILT
 
 
 def test_a_soft_cap_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
@@ -89,13 +94,23 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
                 *("tile_draw", "draw", "accept"),
             ],
         ),
+        (
+            "SampleAndAccept",
+            "rules and masks",
+            [
+                *("count_tokens", "adjust"),
+                *("tile_statistics", "row_bounds", "collect", "row_threshold", "kept_mass", "test_drafts"),
+                *("tile_draw", "draw", "accept"),
+                "raw_logprobs",
+            ],
+        ),
         ("DraftTokens", "verify", ["tile_argmax", "combine_argmax"]),
     ],
 )
 def test_an_operation_is_these_launches(results: dict[str, Any], node: str, case: str, kernels: list[str]) -> None:
     launched = results["launches"][f"{node}, {case}"]
     assert len(launched) == len(kernels)
-    assert all(variant.startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
+    assert all(f"{variant}_".startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
 
 
 # Sums of float32 in another order; where activations are rounded, one at the border of two codes may go either way.

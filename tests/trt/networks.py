@@ -24,6 +24,7 @@ from dflash_trt.backends.tensorrt.network import (
     state_outputs_of,
     step_outputs_of,
 )
+from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
@@ -212,6 +213,7 @@ class InterpretedExecutor:
             for tensor in DRAFT_OUTPUTS
         }
         cpu, windows = torch.device("cpu"), self.limits.page_windows
+        self._rules = RuleInputs(self.limits, vocab_size=spec.target.vocab_size, device=cpu)
         self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=cpu, page_windows=windows)
 
     @property
@@ -235,6 +237,7 @@ class InterpretedExecutor:
         names = ["page_table", *(f"page_table.{window}" for window in self._spec.page_windows)]
         named |= dict(zip(names, tables, strict=True))
         named["slot_ids"] = slots = torch.from_numpy(plan.rows.slot_ids)
+        named |= self._rules.by_slot | self._rules.without
         width = num_draft_tokens * self._spec.draft_topk
         draft_topk_ids, draft_topk_probs = (stored[slots, :width] for stored in self._draft_topk_tensors.values())
         is_chained = torch.from_numpy(plan.rows.context_lens == CHAINED)

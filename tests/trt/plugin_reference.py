@@ -1,9 +1,11 @@
 """plugins/README.md in PyTorch: what each plugin node computes."""
 
+import functools
 import re
 from dataclasses import fields
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,12 +13,15 @@ from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.logit_rules import adjust_scores
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
 from dflash_trt.backends.torch.scores import Scores
+from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import PagedRows
+from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
 from dflash_trt.kernels.packed_product import FP8
@@ -110,7 +115,8 @@ class PluginReference:
         else:
             assert x["draft_topk_ids"].shape == x["draft_topk_probs"].shape == (1, 1) and num_drafts == 0
             x = x | {"draft_topk_ids": None, "draft_topk_probs": None}
-        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
+        adjust = None if len(x["row_masks"]) == 1 else functools.partial(_adjust, x)
+        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x), adjust)
         return [getattr(acceptance, item.name) for item in fields(acceptance)]
 
     def _draft_tokens(self, x, settings):
@@ -168,6 +174,37 @@ class PluginReference:
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
         return attention_plan.plan_attention(step, window=_window(settings), **sizes)
+
+
+def _adjust(x, scores):
+    """The rules of each request's slot, then the masks of rows."""
+    assert len(x["row_masks"]) == 1 + len(scores)
+    width = x["logit_rows"].shape[1]
+    num_known = x["positions"][x["logit_rows"].long()].numpy() + 1
+    for row, slot in enumerate(x["slot_ids"].tolist()):
+        if x["has_rules"][slot]:
+            own = scores[row * width : (row + 1) * width]
+            adjust_scores(own, _rules_of(x, slot), x["tokens"][slot].numpy().astype(np.int64), num_known[row])
+    row_masks = x["row_masks"][1:].numpy()
+    rows = np.flatnonzero(row_masks)
+    masks = TokenMasks(rows=rows, bits=x["mask_bits"].numpy()[row_masks[rows] - 1])
+    scores.copy_(torch_sampling.masked_scores(scores, masks))
+
+
+def _rules_of(x, slot):
+    num_biases = int(x["num_biases"][slot])
+    repetition, presence, frequency = x["penalties"][slot].tolist()
+    of_biases = {name: x[name][slot, :num_biases].numpy() for name in ("bias_tokens", "bias_values", "bias_ends")}
+    return LogitRules(
+        num_prompt_tokens=int(x["num_prompt_tokens"][slot]),
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        token_ids=of_biases["bias_tokens"].astype(np.int64),
+        biases=of_biases["bias_values"],
+        ends=of_biases["bias_ends"].astype(np.int64),
+        prefixes=x["prefixes"][slot, :num_biases].numpy().astype(np.int64),
+    )
 
 
 def _bias(x, settings, prefix):

@@ -27,6 +27,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits
 from tests.engines import PAGE_SIZE
+from tests.logit_uses import answers
 from tests.traces import SAMPLED, integers, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeContext, FakeEngine
 from tests.trt.interpreter import NetworkInterpreter, Step
@@ -137,6 +138,7 @@ def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path
     executor.warm_up()
     check_exchange(executor, rank=rank, num_ranks=num_ranks)
     steps, _ = trace(executor, **REQUESTS)
+    uses = answers(executor)
     interpreter.is_deaf = True
     try:
         check_exchange(executor, rank=rank, num_ranks=num_ranks)
@@ -158,6 +160,7 @@ def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path
     executor.close()
     return {
         "steps": integers(steps),
+        "uses of logits": uses,
         "complaint": complaint,
         "contexts": len(have_communicator),
         "contexts with the communicator": have_communicator.count(address),

@@ -109,7 +109,7 @@ class FakePlugins:
         self.nodes: list[PluginNode] = []
 
     def get_creator(self, name: str, version: str, namespace: str) -> Any:
-        assert (version, namespace) == ("2", "dflash_trt")
+        assert (version, namespace) == ("3", "dflash_trt")
         return None if name in self.missing else _Creator(name)
 
     def add(self, network: Any, inputs: list[Any], plugin: PluginNode) -> "_PluginLayer":

@@ -44,7 +44,7 @@ def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path
 
 def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
     target, drafter = make_pair(tmp_path)
-    with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 2, found no loaded library"):
+    with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 3, found no loaded library"):
         define_pair(trt, target, drafter, missing=("AttendDraft",))
 
 

@@ -20,6 +20,7 @@ from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from scripts.tensorrt_self_test import qualify
 from tests.engines import PAGE_SIZE, Decoding, make_executor
+from tests.parity.test_logit_rules import PROMPTS, make_loop, make_request, outputs_of
 from tests.traces import GREEDY, SAMPLED, integers, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
@@ -169,6 +170,33 @@ def test_every_bucket_and_k_is_captured_ahead_in_a_context_of_its_own(trt, pair)
     assert integers(trace(ours, GREEDY, num_draft_tokens=ks)[0]) == expected
     assert ours.graphs.num_graphs == num_graphs and graphs.num_replays > 0
     assert {len(context.ran) for context in contexts} == {1}  # never another shape
+
+
+def test_a_step_with_rules_runs_beside_the_graphs_and_the_others_know_nothing_of_it(trt, pair):
+    ours, graphs = make_captured(trt, pair, (3,))
+    ours.warm_up()
+    captured = [context for ran in graphs.contexts for context in ran]
+    eager = [context for context in graphs.engine.contexts if context not in captured]
+
+    def rows_adjusted(contexts):
+        return {dict(ran)["row_masks"][0] - 1 for context in contexts for ran in context.ran}
+
+    answers_to(ours, {}, {})
+    assert rows_adjusted(captured) == rows_adjusted(eager) == {0}  # one entry: nothing is launched for it
+    replays = graphs.num_replays
+    assert replays > 0
+    answers_to(ours, {"repetition_penalty": 1.4}, {"repetition_penalty": 1.2})
+    assert graphs.num_replays == replays
+    assert rows_adjusted(captured) == {0} and {0, 2 * 4} <= rows_adjusted(eager)
+    answers_to(ours, {}, {})
+    assert graphs.num_replays == 2 * replays
+
+
+def answers_to(executor, *samplings):
+    """Of a request for each of them, which runs with all others."""
+    loop = make_loop(executor, k=3)
+    requests = [make_request(str(i), PROMPTS[i], max_new_tokens=6, **each) for i, each in enumerate(samplings)]
+    return [output.token_ids for output in outputs_of(loop, requests)]
 
 
 def test_contexts_share_one_block_of_the_size_tensorrt_asks_for(trt, pair):

@@ -15,6 +15,7 @@ import torch
 from dflash_trt.backends.tensorrt.communicator import Communicator, EngineOfRanks
 from dflash_trt.core.errors import EngineDirError, RankError
 from tests.engines import make_executor
+from tests.logit_uses import answers
 from tests.plugins.building import ROOT
 from tests.traces import integers, trace
 from tests.trt.networks import MAX_SEQ_LEN
@@ -49,13 +50,21 @@ def outcome(trt: ModuleType, nccl: Path, tmp_path_factory: pytest.TempPathFactor
             if "first" not in locals() or first.returncode != 0:
                 other.kill()
     assert (first.returncode, other.returncode) == (0, 0), first.stderr
-    expected, _ = trace(make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN), **REQUESTS)
+    executor = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
+    expected, _ = trace(executor, **REQUESTS)
     found: dict[str, Any] = json.loads(first.stdout)
-    return found | {"expected": json.loads(json.dumps(integers(expected)))}
+    of_one_rank = {"expected": integers(expected), "expected uses": answers(executor)}
+    return found | json.loads(json.dumps(of_one_rank))
 
 
 def test_two_processes_give_the_tokens_of_one_rank(outcome: dict[str, Any]) -> None:
     assert outcome["steps"] == outcome["expected"]
+
+
+def test_two_processes_change_and_read_logits_as_one_rank_does(outcome: dict[str, Any]) -> None:
+    assert outcome["uses of logits"] == outcome["expected uses"]
+    tokens = outcome["expected uses"]
+    assert tokens[: len(tokens) // 2] == tokens[len(tokens) // 2 :]  # of both loops
 
 
 def test_every_context_has_the_communicator(outcome: dict[str, Any]) -> None:

@@ -21,14 +21,14 @@ from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots
 from dflash_trt.backends.cuda.host_memory import PageLockedMemory
 from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
-from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
+from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.shipped import use_shipped_kernels
 from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
 from dflash_trt.backends.cuda.step_launches import SAMPLING, LogitUse, StepLaunches, StepMemory
-from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
+from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.page_tables import PageTables
@@ -51,7 +51,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.core.step_plan import StepHandle, StepPlan
+from dflash_trt.core.step_plan import StepHandle, StepPlan, TokenMasks
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.compiling import kernels_compiled_alone
@@ -218,12 +218,14 @@ class TorchGpuExecutor:
         has_rules = self._rules.update(plan)
         return LogitUse(
             reader=logprobs_reader(plan, self._device, score_rows),
-            make_rules=partial(self._step_rules, shape) if has_rules else None,
-            masks=None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device),
+            make_rules=self._rules_of(shape, plan.masks) if has_rules or plan.masks is not None else None,
         )
 
-    def _step_rules(self, shape: StepShape, inputs: StepInputs[Tensor]) -> StepRules:
-        return StepRules(self._rules, self._staging.plan_inputs(shape), inputs)
+    def _rules_of(self, shape: StepShape, masks: TokenMasks | None) -> Callable[[StepInputs[Tensor]], StepRules]:
+        """Called with the inputs of the step, on its stream."""
+        vocab_size, num_rows = self.network.target.vocab_size, shape.num_requests * shape.width
+        tensors = mask_tensors(masks, num_rows=num_rows, vocab_size=vocab_size, device=self._device)
+        return lambda inputs: StepRules(self._rules, tensors, self._staging.plan_inputs(shape), inputs)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
@@ -259,8 +261,7 @@ class TorchGpuExecutor:
                 self._snapshots.warm_up()
                 self._host_memory.warm_up()
             reader = logprobs_reader(read, self._device, score_rows)
-            masks = DeviceMasks.none(self.network.target.vocab_size, self._device)
-            use = LogitUse(make_rules=partial(self._step_rules, shape), masks=masks, reader=reader)
+            use = LogitUse(make_rules=self._rules_of(shape, None), reader=reader)
             self._staging.upload()
             if shape.has_graph and captures:
                 launches = self._launches(shape)

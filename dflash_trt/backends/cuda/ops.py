@@ -22,7 +22,6 @@ from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.rows import RowsIndex, rows_of
-from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -59,7 +58,6 @@ class TorchGpuOps(DrafterOps):
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
         rules: StepRules | None = None,
-        masks: DeviceMasks | None = None,
         slots: StepSlots | None = None,
     ) -> None:
         """`outputs` is a fixed destination of sampling, if the caller needs one.
@@ -68,7 +66,6 @@ class TorchGpuOps(DrafterOps):
         """
         super().__init__(inputs, num_draft_tokens=num_draft_tokens)
         self._rules = rules
-        self._masks = masks
         self._slots = slots
         self._resources = resources
         self._outputs = outputs
@@ -347,9 +344,6 @@ class TorchGpuOps(DrafterOps):
         inputs, raw = self._inputs, tensor_of(logits)
         num_requests, width = inputs.logit_rows.shape
         scores = raw if self._rules is None else self._rules.scores(raw)
-        if self._masks is not None:
-            scores = raw.to(torch.float32, copy=True) if scores is raw else scores
-            self._masks.mask(scores)
         outputs = self._outputs or sampling_launch.allocate_outputs(num_requests, width, scores.device)
         sampling_launch.sample_and_accept(
             scores,
@@ -359,8 +353,6 @@ class TorchGpuOps(DrafterOps):
         )
         if self._rules is not None:
             self._rules.write_logprobs(raw, scores, outputs)
-        if self._masks is not None:
-            self._masks.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
     def all_reduce(self, x: Value) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dflash_trt.backends.cuda.handles import tensor_of
 from dflash_trt.backends.cuda.logit_rules import StepRules
-from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import Enqueue, unowned
 from dflash_trt.backends.torch.logprobs import LogprobsReader
 from dflash_trt.network.decoder import TargetRun
@@ -27,15 +26,14 @@ SAMPLING = 1  # index of the part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitUse:
-    """Uses of a step's logits besides sampling."""
+    """Uses of a step's logits besides sampling. `make_rules` makes its rules and masks."""
 
     reader: LogprobsReader | None = None
     make_rules: Callable[[StepInputs[Tensor]], StepRules] | None = None
-    masks: DeviceMasks | None = None
 
     @property
     def is_none(self) -> bool:
-        return self.reader is None and self.make_rules is None and self.masks is None
+        return self.reader is None and self.make_rules is None
 
     @property
     def needs_target(self) -> bool:
@@ -80,7 +78,7 @@ class StepLaunches:
         use, inputs = use or LogitUse(), self._memory.inputs()
         assert self._logits is not None
         rules = None if use.make_rules is None else use.make_rules(inputs)
-        ops = self._memory.make_ops(inputs, rules=rules, masks=use.masks)
+        ops = self._memory.make_ops(inputs, rules=rules)
         if use.reader is not None:
             hidden = None if self._target is None else self._target.hidden
             read_logits(ops, self._network, use.reader, self._logits, hidden)

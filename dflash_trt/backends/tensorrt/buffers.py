@@ -3,7 +3,7 @@
 Addresses never change, so that they are bound once and CUDA graphs stay valid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.network.proposal import Proposal
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class EngineState:

@@ -77,10 +77,14 @@ class StepContext:
         for name, tensor in tensors.items():
             self._must(self._context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
 
-    def enqueue(self, shapes: Shapes) -> None:
-        """One step, on the stream."""
+    def set_shapes(self, shapes: Shapes) -> None:
+        """Shapes by name of the engine's input; they hold until others are set."""
         for name, shape in shapes.items():
             self._must(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")
+
+    def enqueue(self, shapes: Shapes) -> None:
+        """One step, on the stream."""
+        self.set_shapes(shapes)
         self._must(self._context.execute_async_v3(self._stream.cuda_stream), "enqueue")
 
     def _must(self, is_done: bool, what: str) -> None:
@@ -112,3 +116,8 @@ class StepContexts:
     def bind(self, tensors: dict[str, Tensor]) -> None:
         for context in (*self._by_profile.values(), *self._by_shape.values()):
             context.bind(tensors)
+
+    def set_shapes(self, shapes: Shapes) -> None:
+        """Shapes of inputs that have the same in every step."""
+        for context in (*self._by_profile.values(), *self._by_shape.values()):
+            context.set_shapes(shapes)

@@ -21,14 +21,14 @@ from dflash_trt.backends.padding import StepShape, full_block_shapes, prefill_ke
 from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
-from dflash_trt.backends.tensorrt.buffers import EngineState, StepBuffers
+from dflash_trt.backends.tensorrt.buffers import EngineState, StepBuffers, shapes_of
 from dflash_trt.backends.tensorrt.communicator import Communicator
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
-from dflash_trt.core.logit_rules import LOGIT_RULE_FIELDS
 from dflash_trt.core.logprobs import LOGPROBS_FIELDS
 from dflash_trt.core.sampling import GRAMMAR_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
@@ -65,7 +65,9 @@ class TensorRTExecutor:
         self._spec = spec
         self._stream = stream
         self._contexts = contexts
-        self._buffers = StepBuffers(spec, engine_limits(spec, limits), device=device)
+        of_engine = engine_limits(spec, limits)
+        self._buffers = StepBuffers(spec, of_engine, device=device)
+        self._rules = RuleInputs(of_engine, vocab_size=spec.target.vocab_size, device=device)
         num_slots = limits.max_batch_size + 1  # the last one of padding
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
@@ -74,7 +76,9 @@ class TensorRTExecutor:
             self.state.paged, limits, is_page_locked=device.type == "cuda", is_shared=spec.mapping.tp_size > 1
         )
         self.graphs = GraphCache(capture)
-        contexts.bind(self._buffers.tensors | self.state.tensors)
+        by_slot = self._rules.by_slot
+        contexts.bind(self._buffers.tensors | self.state.tensors | by_slot)
+        contexts.set_shapes(shapes_of(by_slot))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # zeroed, before another stream writes into it
 
@@ -169,7 +173,10 @@ class TensorRTExecutor:
             started = new_timer(self._buffers.device)
             self._host_memory.copy(plan.page_copies)
             self._buffers.staging.upload()
-            self.graphs.run(shape, partial(self._enqueue, shape))
+            masks = self._rules.of_step(given, shape)
+            if masks is not None:
+                shape = replace(shape, has_graph=False)
+            self.graphs.run(shape, partial(self._enqueue, shape, masks))
             result = self._buffers.results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
@@ -201,6 +208,7 @@ class TensorRTExecutor:
             "state",
             "_host_memory",
             "_buffers",
+            "_rules",
         ):  # graphs before contexts, then the engine
             del vars(self)[name]
         if self._communicator is not None:
@@ -223,13 +231,18 @@ class TensorRTExecutor:
         num_drafts = max(plan.rows.num_draft_tokens, 1) if self._spec.has_drafts else 0
         if num_drafts == plan.rows.num_draft_tokens:
             return plan
-        return replace(plan, rows=replace(plan.rows, num_draft_tokens=num_drafts))
+        masks = plan.masks and plan.masks.widened(plan.rows.num_draft_tokens + 1, num_drafts + 1)
+        return replace(plan, rows=replace(plan.rows, num_draft_tokens=num_drafts), masks=masks)
 
-    def _enqueue(self, shape: StepShape) -> None:
-        """The launches of a step; what a CUDA graph holds."""
-        context = self._contexts.of(shape)
+    def _enqueue(self, shape: StepShape, masks: dict[str, Tensor] | None = None) -> None:
+        """The launches of a step; what a CUDA graph holds. `masks` are of a step with logit rules or token masks."""
+        context, staging = self._contexts.of(shape), self._buffers.staging
         self._buffers.assemble(shape)
-        context.enqueue(self._buffers.shapes(shape))
+        if masks is not None:
+            self._rules.write_tokens(staging.plan_inputs(shape), staging.inputs(shape))
+        given = self._rules.without if masks is None else masks
+        context.bind(given)
+        context.enqueue(self._buffers.shapes(shape) | shapes_of(given))
         self._buffers.store(shape)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -287,7 +300,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
-        unsupported_sampling=LOGIT_RULE_FIELDS | LOGPROBS_FIELDS | frozenset(GRAMMAR_FIELDS),
+        unsupported_sampling=LOGPROBS_FIELDS | frozenset(GRAMMAR_FIELDS),
     )
 
 

@@ -43,6 +43,7 @@ from dflash_trt.core.step_spec import (
     StepTensor,
 )
 from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.kernels.programs.sampling import MASK_TENSORS, RULE_TENSORS
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import Cache, LayerCache, RecurrentCache, RowCache, StepState, paged_cache
@@ -52,7 +53,7 @@ STATE_POOLS: Final = "state_pools"
 PAGE_TABLE: Final = next(
     tensor for tensor in STEP_INPUTS if tensor.name == "page_table"
 )  # table of the first page group
-SLOT_IDS: Final = next(tensor for tensor in PLAN_INPUTS if tensor.name == "slot_ids")  # slots of recurrent states
+SLOT_IDS: Final = next(tensor for tensor in PLAN_INPUTS if tensor.name == "slot_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +104,10 @@ class IoTensor:
 
 
 def step_tensors_of(spec: StepNetworkSpec) -> tuple[StepTensor, ...]:
-    """The step's own inputs, the page tables of windows, and slots of requests if a state is kept by slot."""
+    """The step's own inputs, the page tables of windows, and the slots of requests."""
     tables = tuple(replace(PAGE_TABLE, name=table_name(window), is_by_group=False) for window in spec.page_windows)
     inputs = (tensor for tensor in STEP_INPUTS if spec.has_drafts or tensor.name not in DRAFT_INPUTS)
-    return (*inputs, *tables, *([SLOT_IDS] if spec.states.is_recurrent else []))
+    return (*inputs, *tables, SLOT_IDS)
 
 
 def table_name(window: int) -> str:
@@ -121,6 +122,19 @@ def pool_axis(window: int | None) -> str:
 
 def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     return tuple(_io_tensor(tensor, spec) for tensor in step_tensors_of(spec))
+
+
+def rule_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Token masks of a step's rows of logits, then logit rules by slot."""
+    words = -(-spec.target.vocab_size // 32)
+
+    def size(axis: str) -> int:
+        return words if axis.startswith("ceil_div") else int(axis) if axis.isdecimal() else -1
+
+    return tuple(
+        IoTensor(name=rule.name, dtype=rule.dtype, shape=tuple(map(size, rule.shape)), axes=rule.shape)
+        for rule in (*MASK_TENSORS, *RULE_TENSORS)
+    )
 
 
 def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
@@ -188,14 +202,15 @@ def define_step_network(
         BuildError: TensorRT refused a layer, or the plugin library lacks a plugin.
     """
     given = {tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
-    slot_ids = given.pop(SLOT_IDS.name, None)
+    by_slot = {tensor.name: _add_input(layers, tensor) for tensor in rule_inputs_of(spec)}
+    by_slot[SLOT_IDS.name] = given.pop(SLOT_IDS.name)
     page_tables = [given[PAGE_TABLE.name], *(given.pop(table_name(window)) for window in spec.page_windows)]
     inputs: StepInputs[ITensor] = StepInputs(**given)
     [pools] = [_add_input(layers, tensor) for tensor in state_inputs_of(spec)]
     sizes = {"page_size": spec.page_size, "draft_topk": spec.draft_topk}
     sizes["max_verify_rows"] = 1 + (spec.max_draft_len if spec.has_drafts else 0)
     lowering = PluginLowering(
-        layers, inputs, page_tables, pools, spec.states, add_node=add_node, slot_ids=slot_ids, **sizes
+        layers, inputs, page_tables, pools, spec.states, add_node=add_node, by_slot=by_slot, **sizes
     )
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives, add_node=add_node)
     ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)

@@ -63,14 +63,14 @@ class PluginLowering:
         max_verify_rows: int,  # per request that is not a prompt
         draft_topk: int,  # per draft; 0 without drafts
         add_node: AddNode,
-        slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
+        by_slot: Mapping[str, ITensor],  # slot_ids, int64 [R], logit rules and token masks
     ) -> None:
         self._layers = layers
         self._add_node = add_node
         self._inputs = inputs
         self._page_tables = page_tables
         self._state_pools = state_pools
-        self._slot_ids = slot_ids
+        self._by_slot = by_slot
         own = dict.fromkeys(state.owner for state in states)
         firsts = accumulate((state.num_tensors for state in own), initial=0)
         self._indices = {state.name: index for state, index in zip(own, firsts, strict=False)}
@@ -141,7 +141,7 @@ class PluginLowering:
         self._written.append(self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), cache, {}))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
-        given = {"logits": logits}
+        given = {**self._by_slot, "logits": logits}
         if not self._draft_topk:
             given |= {
                 "draft_topk_ids": self._layers.ints([0], (1, 1)),
@@ -195,7 +195,7 @@ class PluginLowering:
     ) -> ITensor:
         state = cache.spec
         given = {name: getattr(parameters, name) for name in ("conv", "log_rate", "dt_bias", "norm")}
-        given |= {"qkvz": qkvz, "ba": ba, "state_pools": self._state_pools, "slot_ids": self._slot_ids}
+        given |= {"qkvz": qkvz, "ba": ba, "state_pools": self._state_pools, "slot_ids": self._by_slot["slot_ids"]}
         sizes = {"num_records": state.num_records, "num_key_heads": state.num_key_heads, "eps": eps}
         return self._node(GATED_DELTA, given, {"state": self._indices[state.name]} | sizes)[0]
 

@@ -5,7 +5,13 @@ Pure arithmetic over the build limits; knows no TensorRT.
 
 from dataclasses import dataclass
 
-from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_inputs_of, step_inputs_of
+from dflash_trt.backends.tensorrt.network import (
+    IoTensor,
+    StepNetworkSpec,
+    rule_inputs_of,
+    state_inputs_of,
+    step_inputs_of,
+)
 from dflash_trt.engine_dir import EngineLimits
 
 
@@ -23,7 +29,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1, P, and K*C with drafts."""
+    """Ranges by axis name: T, R, R+1, K+1, P, K*C with drafts, and the axes of `rule_inputs_of`."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -45,12 +51,16 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
     """`decode` is tuned for a full batch of verify blocks, `mixed` for max_num_tokens."""
     width = spec.max_draft_len + 1 if spec.has_drafts else 1
     batch = limits.max_batch_size
-    pages = max_pages_per_sequence(limits)
+    pages, positions = max_pages_per_sequence(limits), limits.max_seq_len + limits.max_draft_len
     shared = {
         "R": AxisRange(min=1, opt=batch, max=batch),
         "R+1": AxisRange(min=2, opt=batch + 1, max=batch + 1),
         "K+1": AxisRange(min=2 if spec.has_drafts else 1, opt=width, max=width),
         "P": AxisRange(min=1, opt=max(1, pages // 4), max=pages),
+        "adjusted": AxisRange(min=1, opt=1, max=1 + batch * width),  # tuned for steps without rules and masks
+        "masks": AxisRange(min=1, opt=1, max=batch * width),
+        "slots": AxisRange(min=batch + 1, opt=batch + 1, max=batch + 1),
+        "max_positions": AxisRange(min=1, opt=positions, max=positions),
     }
     if spec.has_drafts:
         num_probs = spec.max_draft_len * spec.draft_topk
@@ -65,8 +75,8 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
 
 
 def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Every network input: the step's tensors, then the state."""
-    return (*step_inputs_of(spec), *state_inputs_of(spec))
+    """Every network input: the step's tensors, masks and rules, then the state."""
+    return (*step_inputs_of(spec), *rule_inputs_of(spec), *state_inputs_of(spec))
 
 
 def max_pages_per_sequence(limits: EngineLimits) -> int:

@@ -30,7 +30,7 @@ __all__ = [
     "WRITE_DRAFT_CONTEXT",
 ]
 NAMESPACE: Final = "dflash_trt"
-VERSION: Final = "2"
+VERSION: Final = "3"
 PROGRAMS: Final = (
     ATTEND_PAGES,
     ATTEND_DRAFT,

@@ -69,7 +69,7 @@ class Kernel:
     """
 
     name: str
-    types: Mapping[str, str] = field(default_factory=dict)  # of pointer arguments: "F", or "pages", F or FP8
+    types: Mapping[str, str] = field(default_factory=dict)  # of pointer arguments: F, float32, or "pages", F or FP8
     equal: Mapping[str, Expression] = field(default_factory=dict)
     sized: Mapping[str, Expression] = field(default_factory=dict)  # equal, too, but decided by the shapes of a step
     at_least: Mapping[str, Expression] = field(default_factory=dict)

@@ -1,9 +1,11 @@
-"""Sampling with acceptance, and drafts."""
+"""Sampling with acceptance, under logit rules and token masks if a step has any, and drafts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.logit_rules import MAX_BAD_WORD_TOKENS, MAX_BIASES
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels.programs.program import Check, FieldRule, Kernel, Launch, Program, Stage, TensorRule, flag
 from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, SAMPLING_GRIDS, SCRATCH, TILE, Scratch
@@ -18,29 +20,58 @@ _CAPACITIES: Final = {  # of kernels with room for a size
     "accept": {"WIDTH": "S"},
     "combine_argmax": _TILES | {"DRAFT_TOPK": "draft_topk"},
 }
-_WITHOUT_LOGITS: Final = ("row_bounds", "accept")
+_WITHOUT_LOGITS: Final = ("row_bounds", "accept", "count_tokens")
+
+# Rules by slot: `kernels.rule_tensors.RuleTensors`.
+RULE_TENSORS: Final = (
+    TensorRule("has_rules", "[slots]"),
+    TensorRule("num_prompt_tokens", "[slots]"),
+    TensorRule("penalties", "float32 [slots, 3]"),
+    TensorRule("num_biases", "[slots]"),
+    TensorRule("bias_tokens", f"[slots, {MAX_BIASES}]"),
+    TensorRule("bias_values", f"float32 [slots, {MAX_BIASES}]"),
+    TensorRule("bias_ends", f"[slots, {MAX_BIASES}]"),
+    TensorRule("prefixes", f"[slots, {MAX_BIASES}, {MAX_BAD_WORD_TOKENS}]"),
+    TensorRule("tokens", "[slots, max_positions]"),
+)
+# Masks of the step: `kernels.rule_tensors.MaskTensors`. One entry of `row_masks` says that nothing is adjusted.
+MASK_TENSORS: Final = (
+    TensorRule("row_masks", "[adjusted]"),
+    TensorRule("mask_bits", "[masks, ceil_div(vocabulary, 32)]"),
+)
 
 
-def _stage(kernels: Iterable[str], scratch: Iterable[Scratch], *, width: str, equal: dict[str, str]) -> Stage:
-    """Launches over `width` rows of logits of each request, in the order of `kernels`."""
+def _sizes_of_rows(width: str) -> Stage:
+    """Sizes of launches over `width` rows of logits of each request."""
     return Stage(
         sizes={"num_tiles": f"ceil_div(vocabulary, {TILE})"},
         arguments={"num_requests": "R", "num_rows": f"R * {width}", "width": width, "num_slots": width}
         | {"vocab_size": "vocabulary"},
-        scratch={
-            x.name: f"{num_bytes_of(x.dtype)} * R * {width} * ({x.per_row} + {x.per_tile} * num_tiles)" for x in scratch
-        },
-        launches=tuple(
-            Launch(
-                kernel=Kernel(
-                    name=f"{name}_kernel",
-                    types={} if name in _WITHOUT_LOGITS else {"logits": "F"},
-                    equal=equal,
-                    at_least=_CAPACITIES.get(name, {}),
-                )
-            )
-            for name in kernels
-        ),
+    )
+
+
+def _scratch(tensors: Iterable[Scratch], *, width: str) -> dict[str, str]:
+    return {
+        x.name: f"{num_bytes_of(x.dtype)} * R * {width} * ({x.per_row} + {x.per_tile} * num_tiles)" for x in tensors
+    }
+
+
+def _launches(
+    kernels: Iterable[str], *, equal: Mapping[str, str] | None = None, logits: str = "logits"
+) -> tuple[Launch, ...]:
+    """In the order of `kernels`, which read `logits`: the node's, or float32 scores."""
+    is_given = logits == "logits"
+    return tuple(
+        Launch(
+            kernel=Kernel(
+                name=f"{name}_kernel",
+                types={} if name in _WITHOUT_LOGITS else {"logits": "F" if is_given else "float32"},
+                equal=equal or {},
+                at_least=_CAPACITIES.get(name, {}),
+            ),
+            arguments={} if is_given else {"logits": logits},
+        )
+        for name in kernels
     )
 
 
@@ -57,6 +88,9 @@ SAMPLE_AND_ACCEPT: Final = Program(
         TensorRule("draft_topk_ids", "[R, (S - 1) * draft_topk]", when="draft_topk > 0"),
         TensorRule("draft_topk_probs", "float32 [R, (S - 1) * draft_topk]", when="draft_topk > 0"),
         *(TensorRule(row.name, f"{row.dtype} [R]".removeprefix("int32 ")) for row in STEP_SAMPLING_FIELDS),
+        TensorRule("slot_ids", "int64 [R]"),
+        *MASK_TENSORS,
+        *RULE_TENSORS,
     ),
     outputs=(
         TensorRule("emitted_tokens", "[R, S]"),
@@ -66,7 +100,28 @@ SAMPLE_AND_ACCEPT: Final = Program(
         TensorRule("next_context_lens", "[R]"),
     ),
     fields=(FieldRule("draft_topk", 0, _MAX_TOPK),),
-    stage=_stage(SAMPLING_GRIDS, SCRATCH, width="S", equal={}),
+    checks=(
+        Check(
+            subject="row_masks",
+            holds="adjusted == 1 or adjusted == R * S + 1",
+            expected="1 entry, or 1 more than rows of logits, {R * S}",
+            found="{adjusted}",
+            hint="The first entry belongs to no row.",
+        ),
+    ),
+    stage=replace(_sizes_of_rows("S"), scratch=_scratch(SCRATCH, width="S")),
+    passes=(
+        Stage(when="adjusted == 1", launches=_launches(SAMPLING_GRIDS)),
+        Stage(
+            when="adjusted > 1",
+            scratch={"scores": "4 * (adjusted - 1) * vocabulary", "counts": "4 * R * vocabulary"},
+            launches=(
+                *_launches(("count_tokens", "adjust")),
+                *_launches(SAMPLING_GRIDS, logits="scores"),
+                *_launches(("raw_logprobs",)),
+            ),
+        ),
+    ),
 )
 DRAFT_TOKENS: Final = Program(
     name="DraftTokens",
@@ -93,5 +148,9 @@ DRAFT_TOKENS: Final = Program(
             hint="A draft is sampled from distinct tokens.",
         ),
     ),
-    stage=_stage(DRAFT_GRIDS, DRAFT_SCRATCH, width="K", equal={"HAS_MAP": "has_map"}),
+    stage=replace(
+        _sizes_of_rows("K"),
+        scratch=_scratch(DRAFT_SCRATCH, width="K"),
+        launches=_launches(DRAFT_GRIDS, equal={"HAS_MAP": "has_map"}),
+    ),
 )

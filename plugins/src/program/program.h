@@ -113,10 +113,17 @@ struct CheckRule
     char const* hint;
 };
 
+enum class PointerType : int32_t
+{
+    kNetwork, // F
+    kFloat32,
+    kPages, // F or FP8, as the field page_type says
+};
+
 struct TypeRule
 {
     char const* argument;
-    bool is_of_pages; // of F or FP8, as the field page_type says; else of F
+    PointerType type;
 };
 
 enum class Match : int32_t

@@ -11,6 +11,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace dflash_trt
@@ -128,14 +129,22 @@ Values values_of(Program const& program, Node const& node, int64_t num_multiproc
     return values;
 }
 
+std::string_view pointer_of(PointerType type, Values const& values)
+{
+    if (type == PointerType::kFloat32)
+    {
+        return pointer_type(FloatType::kFloat32);
+    }
+    bool const is_fp8 = type == PointerType::kPages && values.integer_of("page_type") == 1;
+    return is_fp8 ? kFloat8Pointer : pointer_type(static_cast<FloatType>(values.integer_of("float_type")));
+}
+
 KernelChoice choice_of(KernelRule const& rule, Values const& values)
 {
     KernelChoice choice(rule.name);
-    auto const network = static_cast<FloatType>(values.integer_of("float_type"));
-    for (auto const& [argument, is_of_pages] : rule.types)
+    for (auto const& [argument, type] : rule.types)
     {
-        bool const is_fp8 = is_of_pages && values.integer_of("page_type") == 1;
-        choice.type(argument, is_fp8 ? kFloat8Pointer : pointer_type(network));
+        choice.type(argument, pointer_of(type, values));
     }
     for (auto const& [name, match, value] : rule.constants)
     {
