@@ -128,3 +128,10 @@ def test_a_plan_says_if_it_wants_more_than_the_emitted_tokens(num_top_logprobs: 
     top_rows = TopRows.of(np.array([num_top_logprobs]))
     plan = replace(plan, top_rows=top_rows, prompt_rows=prompts if has_prompt else None)
     assert plan.has_logprobs == (num_top_logprobs > 0 or has_prompt)
+
+
+def test_masks_of_wider_blocks_stay_with_their_rows() -> None:
+    masks = TokenMasks(rows=np.array([0, 1, 5]), bits=np.arange(3, dtype=np.int32)[:, None])
+    wider = masks.widened(2, 4)
+    assert wider.rows.tolist() == [0, 1, 9]
+    assert wider.bits is masks.bits

@@ -14,10 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import dflash_trt.demo
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.llm import LLM
 from tests.factories import make_target, make_zlab_drafter
 from tests.serving.schemas import random_schema
@@ -247,7 +250,8 @@ def test_temperature_one_gives_the_masked_distribution_for_every_k(engine_dir: P
         assert llm.codec is not None
         prompt = llm.codec.encode("x")
         ids = [llm.codec.encode(letter)[0] for letter in letters]
-        logits = {first: llm_logits(llm, [*prompt, *first]) for first in [(), *((i,) for i in ids)]}
+    executor = TorchExecutor.open(EngineDir.open(engine_dir), RuntimeConfig())
+    logits = {first: executor.target_logits([*prompt, *first])[-1] for first in [(), *((i,) for i in ids)]}
     first = logits[()][ids].softmax(0)
     expected = torch.stack([p * logits[(i,)][ids].softmax(0) for p, i in zip(first, ids, strict=True)]).flatten() * num
     for k in (0, 3):
@@ -259,9 +263,3 @@ def test_temperature_one_gives_the_masked_distribution_for_every_k(engine_dir: P
         statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
         assert len(found) == num and likely.sum() >= 4
         assert statistic < 4 * likely.sum(), k  # 8 degrees of freedom: 36 is exceeded once in 50 000
-
-
-def llm_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
-    executor: Any = llm._engine._executor  # type: ignore[attr-defined]
-    logits: torch.Tensor = executor.target_logits(token_ids)[-1].float()
-    return logits

@@ -30,7 +30,6 @@ from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.logprobs import LOGPROBS_FIELDS
-from dflash_trt.core.sampling import GRAMMAR_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
 
 if TYPE_CHECKING:
@@ -300,7 +299,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
-        unsupported_sampling=LOGPROBS_FIELDS | frozenset(GRAMMAR_FIELDS),
+        unsupported_sampling=LOGPROBS_FIELDS,
     )
 
 
