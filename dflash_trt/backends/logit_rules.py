@@ -73,10 +73,10 @@ def _fill(tensor: Tensor, slot: int, value: int) -> None:
 
 def mask_tensors(masks: TokenMasks | None, *, num_rows: int, vocab_size: int, device: torch.device) -> MaskTensors:
     """Masks of a step of `num_rows` rows of logits, R*(K+1); None for a step without any."""
-    row_masks = np.zeros(1 + num_rows, np.int32)
+    row_masks = np.zeros(num_rows + 1, np.int32)
     bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
     if masks is not None and len(masks.rows):
-        row_masks[1 + masks.rows] = 1 + np.arange(len(masks.rows))
+        row_masks[masks.rows] = 1 + np.arange(len(masks.rows))
         bits = masks.bits
     return MaskTensors(
         row_masks=upload(torch.from_numpy(row_masks), device), mask_bits=upload(torch.from_numpy(bits), device)

@@ -53,6 +53,7 @@ class ExecutorLimits:
     num_snapshots: int | None = None  # recurrent states; None means that a prefix is its pages only
     page_windows: tuple[PageWindow, ...] = ()
     has_draft_confidence: bool = False
+    max_prompt_scores: int | None = None  # prompt tokens whose log probabilities a step gives; None: of all
     num_host_pages: int = 0  # each with a page of every group
     num_host_snapshots: int = 0
 

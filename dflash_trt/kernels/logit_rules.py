@@ -6,7 +6,7 @@
     raw_logprobs  [rows]             log-probabilities of rows with rules or masks, under the logits before them
 
 Tokens of a slot are stored by position, the step's tokens included; a row reads the tokens before it. Masks are as in
-`core.step_plan.TokenMasks`; `row_masks` has the number of each row's mask, from 1 on, after an entry that is not read.
+`core.step_plan.TokenMasks`; `row_masks` has the number of each row's mask, from 1 on, or 0.
 Launching is in `logit_rules_launch.py`.
 """
 
@@ -25,7 +25,7 @@ _NOT_THERE = tl.constexpr(-2)
 @triton.jit
 def mask_of_row(row_masks, row):
     """The number of a row's mask, from 1 on; 0 for none."""
-    return tl.load(row_masks + 1 + row)
+    return tl.load(row_masks + row)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def adjust_kernel(
     bias_ends,  # int32 [S, MAX_BIASES]
     prefixes,  # int32 [S, MAX_BIASES, PREFIX]
     tokens,  # int32 [S, max_positions]
-    row_masks,  # int32 [1 + R * width]
+    row_masks,  # int32 [R * width + 1], the last one not read
     mask_bits,  # int32 [any, ceil(vocab_size / 32)]
     counts,  # int32 [R, vocab_size]
     vocab_size,
@@ -136,7 +136,7 @@ def raw_logprobs_kernel(
     scores,  # float32 [R * width, vocab_size]
     slot_ids,  # int64 [R]
     has_rules,  # int32 [S]
-    row_masks,  # int32 [1 + R * width]
+    row_masks,  # int32 [R * width + 1], the last one not read
     emitted_tokens,  # int32 [R * width]
     emitted_logprobs,  # float32 [R * width], rows with rules or masks are overwritten
     vocab_size,

@@ -45,5 +45,5 @@ class RuleTensors:
 class MaskTensors:
     """Token masks of a step's rows of logits."""
 
-    row_masks: Tensor  # int32 [1 + R*(K+1)]: after an entry that is not read, each row's mask from 1 on, or 0
+    row_masks: Tensor  # int32 [R*(K+1) + 1]: each row's mask from 1 on, or 0; the last entry is of no row
     mask_bits: Tensor  # int32 [any, ceil(V / 32)], mask i in row i - 1

@@ -66,6 +66,7 @@ SAMPLING_GRIDS = {
     "accept": ("num_requests", "1", "1"),
 }
 RULE_GRIDS = {"count_tokens": ("num_requests", "num_tiles", "1"), "adjust": _TILES, "raw_logprobs": _ROWS}
+SCORE_GRIDS = {"tile_top": _TILES, "row_top": _ROWS}
 DRAFT_GRIDS = {"tile_argmax": _TILES, "combine_argmax": _ROWS}
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from dflash_trt.core.sampling import MAX_TOP_LOGPROBS
 from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.sampling_scratch import TILE
 from dflash_trt.kernels.top_logprobs import row_top_kernel, tile_top_kernel
 
-TILE: Final = 4096
 NUM_WARPS: Final = 8
 
 
@@ -43,16 +43,24 @@ def score_rows(
         "token_logprobs": empty(),
     }
     given |= {"vocab_size": vocab_size, "num_top": num_top, "num_tiles": num_tiles}
-    _launch(tile_top_kernel, (num_rows, num_tiles), given, {"TILE": TILE})
-    constants = {
-        "TILES": next_power_of_2(num_tiles),
-        "CANDIDATES": next_power_of_2(num_tiles * MAX_TOP_LOGPROBS),
-        "HAS_TOKENS": tokens is not None,
-    }
-    _launch(row_top_kernel, (num_rows,), given, constants)
+    compiled_in = constants(vocab_size, has_tokens=tokens is not None)
+    _launch(tile_top_kernel, (num_rows, num_tiles), given, compiled_in)
+    _launch(row_top_kernel, (num_rows,), given, compiled_in)
     return given["top_tokens"], given["top_logprobs"], None if tokens is None else given["token_logprobs"]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constants: dict[str, Any]) -> None:
-    arguments = {name: given[name] for name in kernel.arg_names if name not in constants}
-    kernel[grid](**arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False)
+def constants(vocab_size: int, *, has_tokens: bool) -> dict[str, int]:
+    """Of both kernels."""
+    num_tiles = -(-vocab_size // TILE)
+    return {
+        "TILE": TILE,
+        "TILES": next_power_of_2(num_tiles),
+        "CANDIDATES": next_power_of_2(num_tiles * MAX_TOP_LOGPROBS),
+        "HAS_TOKENS": has_tokens,
+    }
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], compiled_in: dict[str, int]) -> None:
+    own = {name: compiled_in[name] for name in kernel.arg_names if name in compiled_in}
+    arguments = {name: given[name] for name in kernel.arg_names if name not in own}
+    kernel[grid](**arguments, **own, num_warps=NUM_WARPS, enable_fp_fusion=False)

@@ -75,13 +75,16 @@ def run_step(
     *,
     num_draft_tokens: int,
     reader: LogitsReader[T] | None = None,
+    logit_rows: T | None = None,
 ) -> StepOutputs[T]:
     """Target forward, sample and accept, observe, propose: in this order, with no host in between.
 
-    `reader` reads the logits of steps that return more log probabilities than the emitted tokens'.
+    `reader` reads the logits of steps that return more log probabilities than the emitted tokens'. `logit_rows`, [L],
+    are the rows of tokens whose logits are computed, if more than those of `inputs` are: they come first.
     """
     target = run_layers(ops, network, inputs, state)
-    acceptance = _accept(ops, network, inputs, target.hidden, reader)
+    rows = inputs.logit_rows if logit_rows is None else logit_rows
+    acceptance = _accept(ops, network, rows, target.hidden, reader)
     return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
 
 
@@ -98,13 +101,13 @@ def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: S
 
 
 def _accept(
-    ops: Ops[T], network: Network[T], inputs: StepInputs[T], hidden: T, reader: LogitsReader[T] | None
+    ops: Ops[T], network: Network[T], logit_rows: T, hidden: T, reader: LogitsReader[T] | None
 ) -> Acceptance[T]:
     """Sample after the last layer's `hidden` [N, H].
 
     The logits are freed here: the drafter's memory is counted without them.
     """
-    logits = logits_at(ops, network, hidden, inputs.logit_rows)
+    logits = logits_at(ops, network, hidden, logit_rows)
     if reader is not None:
         read_logits(ops, network, reader, logits, hidden)
     return ops.sample_and_accept(logits)

@@ -425,4 +425,4 @@ class StepPlanner:
     def _prompt_chunks(self, budget: int) -> list[tuple[int, int]]:
         if self._config.max_prefill_tokens is not None:
             budget = min(budget, self._config.max_prefill_tokens)
-        return self._request_pool.prompt_chunks(self._prompting(), budget)
+        return self._request_pool.prompt_chunks(self._prompting(), budget, max_scores=self._limits.max_prompt_scores)

@@ -146,23 +146,34 @@ class RequestPool:
         self._leave_windows(np.array([slot]))
         return self.windows.lend_pages(slot, start, num_tokens)
 
-    def prompt_chunks(self, slots: Array, budget: int) -> list[tuple[int, int]]:
+    def prompt_chunks(self, slots: Array, budget: int, *, max_scores: int | None) -> list[tuple[int, int]]:
         """(slot, tokens) of each prompt chunk of a step: of `slots` in their order, while `budget` tokens last.
 
-        A chunk ends where the recurrent state of its slot is to be saved, or where layers with windows have no more
-        pages for it now, though more would fit. Its pages are lent.
+        A chunk ends where the recurrent state of its slot is to be saved, where layers with windows have no more
+        pages for it now, or where `max_scores` log probabilities of prompts are wanted, though more would fit. Its
+        pages are lent.
         """
         chunks = []
         starts, num_pending = self.table.max_context_len(slots).tolist(), self.table.num_pending(slots).tolist()
         for slot, start, pending in zip(slots.tolist(), starts, num_pending, strict=True):
             if budget <= 0:
                 break
-            num_tokens = self.states.chunk_len(slot, start, min(pending, budget))
-            num_tokens = self.lend_pages(slot, start, num_tokens)
+            num_tokens = min(pending, budget)
+            if max_scores is not None and self._num_scores(slot, start, num_tokens):
+                num_tokens = min(num_tokens, max_scores)
+            num_tokens = self.states.chunk_len(slot, start, num_tokens) if num_tokens else 0
+            num_tokens = self.lend_pages(slot, start, num_tokens) if num_tokens else 0
             if num_tokens:
                 chunks.append((slot, num_tokens))
                 budget -= num_tokens
+                max_scores = None if max_scores is None else max_scores - self._num_scores(slot, start, num_tokens)
         return chunks
+
+    def _num_scores(self, slot: int, start: int, num_tokens: int) -> int:
+        """Log probabilities that a prompt chunk is to give."""
+        sequence = self.table.sequences[slot]
+        collected = None if sequence is None else sequence.prompt_logprobs
+        return 0 if collected is None else collected.num_wanted(start, num_tokens)
 
     def may_need_less(self, slot: int) -> bool:
         """True if the next row of a slot may do with fewer pages once its uncommitted one is committed."""

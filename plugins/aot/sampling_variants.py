@@ -8,7 +8,7 @@ import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels import argmax, logit_rules, logit_rules_launch
+from dflash_trt.kernels import argmax, logit_rules, logit_rules_launch, top_logprobs, top_logprobs_launch
 from dflash_trt.kernels.argmax_launch import DRAFT_WARPS, draft_constants
 from dflash_trt.kernels.sampling_launch import (
     SAMPLING_WARPS,
@@ -18,7 +18,7 @@ from dflash_trt.kernels.sampling_launch import (
     sampling_kernel,
     workspace_shapes,
 )
-from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, RULE_GRIDS, SAMPLING_GRIDS
+from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, RULE_GRIDS, SAMPLING_GRIDS, SCORE_GRIDS
 from plugins.aot.variant import KernelVariant, pointer
 
 DRAFT_TOPK: Final = 32  # of a draft, at most: no drafter of the library's has more
@@ -67,6 +67,32 @@ def rule_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant
     return tuple(variants)
 
 
+def score_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
+    """The launches of `top_logprobs_launch.score_rows` with tokens, in order; grids as above, of the scored rows."""
+    longs, integers = pointer(torch.int64), pointer(torch.int32)
+    types = {"logits": pointer(dtype), "vocab_size": _size(vocab_size), "rows": longs, "tokens": longs}
+    types |= dict.fromkeys(("columns", "top_tokens"), integers) | dict.fromkeys(("num_top", "num_tiles"), "i32")
+    variants = []
+    for name, grid in SCORE_GRIDS.items():
+        kernel: Any = getattr(top_logprobs, f"{name}_kernel")
+        known = top_logprobs_launch.constants(vocab_size, has_tokens=True)
+        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
+        names = [key for key in kernel.arg_names if key not in constants]
+        variants.append(
+            KernelVariant(
+                name=name,
+                kernel=kernel,
+                signature={key: types.get(key, pointer(torch.float32)) for key in names},
+                constexprs=constants,
+                num_warps=top_logprobs_launch.NUM_WARPS,
+                num_stages=1,
+                has_fp_fusion=False,
+                grid=grid,
+            )
+        )
+    return tuple(variants)
+
+
 def draft_variants(
     dtype: torch.dtype, *, vocab_size: int, has_map: bool, draft_topk: int = DRAFT_TOPK
 ) -> tuple[KernelVariant, ...]:
@@ -96,19 +122,19 @@ def draft_variants(
 
 
 def library_sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> Iterator[KernelVariant]:
-    """The first two with names that are unique in a library: the launcher's and what distinguishes its variants here.
+    """The first three with names that are unique in a library: the launcher's and what distinguishes its variants here.
 
     Steps with rules or masks sample scores, which are float32 in every network.
     """
     for sampled in (dtype, torch.float32):
         for variant in sampling_variants(sampled, vocab_size=vocab_size, max_width=max_width):
             yield replace(variant, name=_name(variant, sampled))
-    for variant in rule_variants(dtype, vocab_size=vocab_size):
+    for variant in (*rule_variants(dtype, vocab_size=vocab_size), *score_variants(dtype, vocab_size=vocab_size)):
         yield replace(variant, name=_name(variant, dtype))
 
 
 def library_draft_variants(dtype: torch.dtype, *, vocab_size: int, has_map: bool) -> Iterator[KernelVariant]:
-    """The third with such names."""
+    """The fourth with such names."""
     for variant in draft_variants(dtype, vocab_size=vocab_size, has_map=has_map):
         yield replace(variant, name=_name(variant, dtype) + ("_map" if has_map else ""))
 

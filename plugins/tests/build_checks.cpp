@@ -261,9 +261,20 @@ void check_configuration(Plugin const& plugin, Node node)
         changed.input("logits").sizes[1] = int64_t{1} << 30;
         changed.input("mask_bits").sizes[1] = int64_t{1} << 25;
         refuses_node(changed, "TILES");
-        refuses("logit_rows", 1, 1000, "WIDTH");
+        Node wide = node;
+        wide.input("logits").sizes[0] = kRequests * 1000;
+        wide.input("logit_rows").sizes[1] = 1000;
+        refuses_node(wide, "WIDTH");
+        refuses("logits", 0, 5, "logits: expected 6 rows or more, found 5");
         refuses("mask_bits", 1, 1, "mask_bits: expected [1, 157]");
         refuses("row_masks", 0, 4, "row_masks: expected 1 entry, or 1 more than rows of logits, 6, found 4");
+        return;
+    }
+    if (node.name == "ScoreRows")
+    {
+        refuses("logits", 1, int64_t{1} << 30, "TILES");
+        refuses("logits", 1, 19, "num_top: expected at most the vocabulary, 19, found 20");
+        refuses("scored_tokens", 0, 3, "scored_tokens: expected [4]");
         return;
     }
     if (node.name == "DraftTokens")

@@ -41,7 +41,7 @@ struct Node
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000, kDraftTopk = 32;
-constexpr int64_t kSlots = 9;
+constexpr int64_t kSlots = 9, kScored = 4;
 // Of tests/plugins/delta_cases.py.
 constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
@@ -110,6 +110,10 @@ inline std::vector<Node> make_nodes(
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
             9},
+        {"ScoreRows", {{"num_top", 20}},
+            {{"logits", {block, kVocabulary}, f}, {"scored_rows", {kScored}, i64}, {"scored_tokens", {kScored}, i64}},
+            {{"top_tokens", {kScored, 20}, i32}, {"top_logprobs", {kScored, 20}, f32}, {"token_logprobs", {kScored}, f32}},
+            2},
         {"DraftTokens", {{"has_map", 0}, {"draft_topk", int32_t{kDraftTopk}}},
             {{"logits", {block, kVocabulary}, f}, per_request("temperature", f32), per_request("seed", i64),
                 per_request("draft_stream", i32), next_context_lens, {"draft_to_target", {1}, i64}},

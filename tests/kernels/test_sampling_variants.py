@@ -20,13 +20,14 @@ from dflash_trt.kernels import (
     rejection,
     sampling,
     sampling_launch,
+    top_logprobs_launch,
 )
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.rule_tensors import RuleTensors
 from dflash_trt.kernels.sampling_launch import workspace_shapes
 from dflash_trt.kernels.sampling_scratch import num_tiles
-from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants
+from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants, score_variants
 from plugins.aot.variant import pointer
 from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
 from tests.kernels.test_attention_variants import Recorder
@@ -160,6 +161,16 @@ def test_logit_rule_variants_are_what_is_launched(monkeypatch, vocab_size):
         assert_is_launched_as(variant, recorder, sizes)
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
+def test_score_variants_are_what_is_launched(monkeypatch, vocab_size):
+    variants = score_variants(torch.float16, vocab_size=vocab_size)
+    recorders = [recorded(monkeypatch, top_logprobs_launch, f"{variant.name}_kernel") for variant in variants]
+    rows = torch.zeros(3, dtype=torch.int64)
+    top_logprobs_launch.score_rows(torch.zeros(5, vocab_size, dtype=torch.float16), 7, rows=rows, tokens=rows)
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, {"num_rows": 3})
+
+
 def test_the_workspace_is_counted_by_row():
     one, many = workspace_shapes(1, VOCAB_SIZE), workspace_shapes(7, VOCAB_SIZE)
     assert all(many[name] == (dtype, (7, *shape[1:])) for name, (dtype, shape) in one.items())
@@ -171,7 +182,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from tests.kernels.small_kernel_variants import norm_variants, quantize_variant, row_copy_variants
-from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants
+from plugins.aot.sampling_variants import draft_variants, rule_variants, sampling_variants, score_variants
 
 def variants(dtype, vocab_size, forms):
     yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)
@@ -181,6 +192,7 @@ def variants(dtype, vocab_size, forms):
         yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
     yield from rule_variants(dtype, vocab_size=vocab_size)
+    yield from score_variants(dtype, vocab_size=vocab_size)
     yield from row_copy_variants()
 
 plan = [
@@ -211,5 +223,5 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
-    assert counts == {90: 26, 100: 26, 103: 26}
+    assert counts == {90: 28, 100: 28, 103: 28}
     assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

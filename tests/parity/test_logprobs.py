@@ -30,6 +30,12 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def opened():
+    """Opens an executor over a pair of checkpoints: the modules that run these laws over others have their own."""
+    return make_executor
+
+
+@pytest.fixture(scope="module")
 def model(pair):
     return AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32).eval()
 
@@ -98,9 +104,9 @@ def worst_of(model, outputs) -> float:
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 7])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "chained"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_they_equal_those_of_transformers(pair, model, overlaps, num_draft_tokens, temperature):
+def test_they_equal_those_of_transformers(opened, pair, model, overlaps, num_draft_tokens, temperature):
     requests = make_requests(temperature=temperature, top_k=5)
-    outputs = run(make_executor(*pair), requests, overlaps=overlaps, num_draft_tokens=num_draft_tokens)
+    outputs = run(opened(*pair), requests, overlaps=overlaps, num_draft_tokens=num_draft_tokens)
     assert worst_of(model, outputs) <= TOLERANCE
     for output in outputs:  # the emitted token's own entry is the same number
         for token_id, logprob, entries in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=False):
@@ -108,23 +114,23 @@ def test_they_equal_those_of_transformers(pair, model, overlaps, num_draft_token
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "chained"])
-def test_chunks_of_prompts_and_logits_in_parts_change_nothing(pair, model, overlaps, monkeypatch):
+def test_chunks_of_prompts_and_logits_in_parts_change_nothing(opened, pair, model, overlaps, monkeypatch):
     monkeypatch.setattr(torch_logprobs, "LOGPROBS_ROWS", 3)
-    outputs = run(make_executor(*pair), make_requests(), overlaps=overlaps, max_prefill_tokens=5)
+    outputs = run(opened(*pair), make_requests(), overlaps=overlaps, max_prefill_tokens=5)
     assert worst_of(model, outputs) <= TOLERANCE
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "chained"])
-def test_too_few_pages_preempt_and_change_nothing(pair, model, overlaps):
-    executor = make_executor(*pair, max_seq_len=60, max_batch_size=4)
+def test_too_few_pages_preempt_and_change_nothing(opened, pair, model, overlaps):
+    executor = opened(*pair, max_seq_len=60, max_batch_size=4)
     executor.limits = replace(executor.limits, num_pages=15)
     outputs = run(executor, make_requests(), overlaps=overlaps, max_prefill_tokens=7)
     assert run.statistics.num_preemptions > 0
     assert worst_of(model, outputs) <= TOLERANCE
 
 
-def test_a_prompt_whose_log_probabilities_are_wanted_takes_no_cached_prefix(pair, model):
-    executor = make_executor(*pair)
+def test_a_prompt_whose_log_probabilities_are_wanted_takes_no_cached_prefix(opened, pair, model):
+    executor = opened(*pair)
     loop = EngineLoop(executor)
     for request in make_requests():
         stream = loop.submit(request)
@@ -147,9 +153,9 @@ def test_values_of_the_row_beside_are_noticed(pair, model, monkeypatch, shift):
     assert worst_of(model, run(make_executor(*pair), make_requests())) > 100 * TOLERANCE
 
 
-def test_a_prompt_of_one_token_has_one_entry_without_a_value(pair):
+def test_a_prompt_of_one_token_has_one_entry_without_a_value(opened, pair):
     sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=5)
-    (output,) = run(make_executor(*pair), [Request(request_id="r", prompt_token_ids=(3,), sampling=sampling)])
+    (output,) = run(opened(*pair), [Request(request_id="r", prompt_token_ids=(3,), sampling=sampling)])
     assert output.prompt_logprobs == (None,)
 
 

@@ -99,7 +99,7 @@ READ_RULES = (
     *("prefixes", "tokens", "num_prompt_tokens"),
 )
 # Heads and pages are nothing to sampling and drafts, and masks nothing to rows.
-SAMPLING_NODES = ("SampleAndAccept", "DraftTokens")
+SAMPLING_NODES = ("SampleAndAccept", "ScoreRows", "DraftTokens")
 SAMPLING_CASES = ("verify", "prefill", "window", "rules and masks", "one token")
 # Plugin names, and the methods that make their inputs.
 NODES = {
@@ -108,6 +108,7 @@ NODES = {
     "WriteDraftContext": "write_draft_context",
     "PreviousRows": "previous_rows",
     "SampleAndAccept": "sample_and_accept",
+    "ScoreRows": "score_rows",
     "DraftTokens": "draft_tokens",
 }
 FEW_CASES = (*SAMPLING_NODES, "PreviousRows")
@@ -265,6 +266,17 @@ class NodeInputs:
         rules.prefixes[slot] = ANY_TOKEN
         rules.prefixes[slot, 0:biases:3, -1] = self.case.vocab_size
         rules.tokens[slot] = chosen(64)
+
+    def score_rows(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """All rows of logits but the first, in another order, then one that is not read; of one row nothing else."""
+        case = self.case
+        num_rows = len(case.num_tokens) * case.width
+        rows = torch.randperm(num_rows - 1, generator=self._random) + 1
+        return {
+            "logits": self._floats(num_rows, case.vocab_size) * 3,
+            "scored_rows": torch.cat((rows, torch.tensor([1 << 40]))).to(self._device),
+            "scored_tokens": torch.randint(case.vocab_size, (num_rows,), generator=self._random).to(self._device),
+        }, {"num_top": 20}
 
     def draft_tokens(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """`width` rows of each request; of a draft vocabulary in the cases of a window. One request uses rejection."""

@@ -104,6 +104,8 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
                 "raw_logprobs",
             ],
         ),
+        ("ScoreRows", "verify", ["tile_top", "row_top"]),
+        ("ScoreRows", "one token", []),
         ("DraftTokens", "verify", ["tile_argmax", "combine_argmax"]),
     ],
 )

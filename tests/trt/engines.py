@@ -25,13 +25,21 @@ CPU, STREAM = torch.device("cpu"), SimpleNamespace(cuda_stream=0)
 
 
 def open_pair_engine(
-    trt: ModuleType, target: Path, drafter: Path | None = None, *, max_batch_size: int = 8, **options: Any
+    trt: ModuleType,
+    target: Path,
+    drafter: Path | None = None,
+    *,
+    max_batch_size: int = 8,
+    max_seq_len: int = MAX_SEQ_LEN,
+    **options: Any,
 ) -> TensorRTExecutor:
     """`options` are of `define_pair`."""
     defined = define_pair(trt, target, drafter, **options)
-    sizes = {"max_batch_size": max_batch_size, "max_seq_len": MAX_SEQ_LEN, "page_size": defined.spec.page_size}
+    sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "page_size": defined.spec.page_size}
     sizes |= {"max_num_tokens": max(MAX_NUM_TOKENS, 2 * max_batch_size), "max_draft_len": defined.spec.max_draft_len}
-    limits = ExecutorLimits(**sizes, draft_topk=defined.spec.draft_topk, num_pages=512)
+    limits = ExecutorLimits(
+        **sizes, draft_topk=defined.spec.draft_topk, num_pages=512, max_prompt_scores=MAX_NUM_TOKENS
+    )
     engine = FakeEngine(defined, EngineLimits(**sizes))
     contexts = StepContexts(engine, USER_MANAGED, STREAM, captured=(), device=CPU)
     return TensorRTExecutor(contexts, defined.spec, limits, stream=STREAM, capture=None, device=CPU)

@@ -25,6 +25,7 @@ from dflash_trt.backends.tensorrt.network import (
     step_outputs_of,
 )
 from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
+from dflash_trt.backends.tensorrt.scored_rows import ScoredRows
 from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
@@ -213,6 +214,7 @@ class InterpretedExecutor:
             for tensor in DRAFT_OUTPUTS
         }
         cpu, windows = torch.device("cpu"), self.limits.page_windows
+        self._scores = ScoredRows(spec, self.limits, device=cpu)
         self._rules = RuleInputs(self.limits, vocab_size=spec.target.vocab_size, device=cpu)
         self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=cpu, page_windows=windows)
 
@@ -237,7 +239,7 @@ class InterpretedExecutor:
         names = ["page_table", *(f"page_table.{window}" for window in self._spec.page_windows)]
         named |= dict(zip(names, tables, strict=True))
         named["slot_ids"] = slots = torch.from_numpy(plan.rows.slot_ids)
-        named |= self._rules.by_slot | self._rules.without
+        named |= self._rules.by_slot | self._rules.without | self._scores.without(inputs.logit_rows.flatten())
         width = num_draft_tokens * self._spec.draft_topk
         draft_topk_ids, draft_topk_probs = (stored[slots, :width] for stored in self._draft_topk_tensors.values())
         is_chained = torch.from_numpy(plan.rows.context_lens == CHAINED)
@@ -245,7 +247,8 @@ class InterpretedExecutor:
         given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
         outputs = self._interpreter.run(named | given)
         written = {tensor.name for tensor in state_outputs_of(self._spec)}
-        assert set(outputs) == {tensor.name for tensor in step_outputs_of(self._spec)} | written
+        of_step = {tensor.name for tensor in step_outputs_of(self._spec)} | set(self._scores.outputs)
+        assert set(outputs) == of_step | written
         for name in written:
             self._state.tensors[name].copy_(outputs[name])
         for name, stored in self._draft_topk_tensors.items():

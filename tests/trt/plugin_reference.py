@@ -14,6 +14,7 @@ from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.logit_rules import adjust_scores
+from dflash_trt.backends.torch.logprobs import score_rows
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
 from dflash_trt.backends.torch.scores import Scores
@@ -116,8 +117,15 @@ class PluginReference:
             assert x["draft_topk_ids"].shape == x["draft_topk_probs"].shape == (1, 1) and num_drafts == 0
             x = x | {"draft_topk_ids": None, "draft_topk_probs": None}
         adjust = None if len(x["row_masks"]) == 1 else functools.partial(_adjust, x)
-        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x), adjust)
+        logits = x["logits"][: x["logit_rows"].numel()]
+        acceptance = torch_sampling.sample_and_accept(logits, _inputs(x), adjust)
         return [getattr(acceptance, item.name) for item in fields(acceptance)]
+
+    def _score_rows(self, x, settings):
+        """Without the last row, which is of nothing."""
+        rows, tokens = x["scored_rows"][:-1], x["scored_tokens"][:-1]
+        made = score_rows(x["logits"], settings["num_top"], rows=rows, tokens=tokens)
+        return [torch.cat((part, part.new_zeros(1, *part.shape[1:]))) for part in made]
 
     def _draft_tokens(self, x, settings):
         targets = x["draft_to_target"] if settings["has_map"] else None
@@ -178,14 +186,14 @@ class PluginReference:
 
 def _adjust(x, scores):
     """The rules of each request's slot, then the masks of rows."""
-    assert len(x["row_masks"]) == 1 + len(scores)
+    assert len(x["row_masks"]) == len(scores) + 1
     width = x["logit_rows"].shape[1]
     num_known = x["positions"][x["logit_rows"].long()].numpy() + 1
     for row, slot in enumerate(x["slot_ids"].tolist()):
         if x["has_rules"][slot]:
             own = scores[row * width : (row + 1) * width]
             adjust_scores(own, _rules_of(x, slot), x["tokens"][slot].numpy().astype(np.int64), num_known[row])
-    row_masks = x["row_masks"][1:].numpy()
+    row_masks = x["row_masks"][:-1].numpy()
     rows = np.flatnonzero(row_masks)
     masks = TokenMasks(rows=rows, bits=x["mask_bits"].numpy()[row_masks[rows] - 1])
     scores.copy_(torch_sampling.masked_scores(scores, masks))

@@ -118,7 +118,7 @@ def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path
     ranks = ProcessRanks.join(store, rank=rank, num_ranks=num_ranks, device=CPU, timeout_s=120.0)
     engine, defined = make_engine(target, drafter, Mapping(world_size=num_ranks, tp_size=num_ranks, rank=rank))
     interpreter: Any = engine.interpreter
-    limits = ExecutorLimits(max_draft_len=defined.spec.max_draft_len, num_pages=256, **_LIMITS)
+    limits = ExecutorLimits(max_draft_len=defined.spec.max_draft_len, num_pages=256, max_prompt_scores=64, **_LIMITS)
     communicator = Communicator.join(ranks.shared_bytes, rank=rank, num_ranks=ranks.num_ranks)
     communicator.check_sum(CPU, 0)
     given = communicator.given_to(engine, mode="native", plugin_library=None)

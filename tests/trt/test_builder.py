@@ -67,7 +67,7 @@ def test_the_whole_step_compiles_with_both_profiles(trt, tmp_path, name):
 def test_the_whole_step_compiles_with_fp8_pages(trt, tmp_path, dtype):
     built = build(tmp_path, {}, dtype, pages=FP8_PAGES)
     assert "state_pools INT64 [6]" in built.inputs
-    assert built.layer_counts["PLUGIN_V3"] == 4 + 2 + 1 + 1
+    assert built.layer_counts["PLUGIN_V3"] == 4 + 2 + 3  # attention, the sampler, scores and drafts
 
 
 def test_the_network_of_one_of_two_ranks_sums_and_gathers_where_it_must(trt, tmp_path):
@@ -154,7 +154,7 @@ def test_check_reports_layers_inputs_profiles_size_and_time(trt, tmp_path):
     report = json.loads(result.stdout)
     assert "token_ids INT32 [-1]" in report["inputs"]
     assert "emitted_tokens INT32 [-1, 1]" in report["outputs"]
-    assert report["layer_counts"]["PLUGIN_V3"] == 1 + 1  # attention and the sampler
+    assert report["layer_counts"]["PLUGIN_V3"] == 1 + 2  # attention, the sampler and scores
     assert report["profiles"]["mixed"]["T"] == [1, 64, 64]
     assert (report["layer_ids"], report["num_model_layers"], report["ranks"]) == ({"target": [0]}, {"target": 4}, [0])
     assert min(report["num_layers"], report["build_time_s"], report["peak_memory_bytes"]) > 0

@@ -75,7 +75,7 @@ def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
     assert report["layer_ids"]["target"] == [0, 2]  # a delta net and attention
     assert "slot_ids INT64 [-1]" in report["inputs"]
     assert "state_pools INT64 [7]" in report["inputs"]  # six of a delta net, and one
-    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 1  # a mixer each, and the sampler
+    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 2  # a mixer each, the sampler and scores
     heads, channels, records = 2, 2 * 8 + 2 * 12, 1
     floats = heads * 8 * 12 + records * (8 + heads * 12 + heads)
     window = (4 - 1 + records) * channels
@@ -119,7 +119,7 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     report = json.loads(result.stdout)
     assert report["layer_ids"] == {"target": [0, 1]}  # with a window and without
     assert {"page_table INT32 [-1, -1]", "page_table.6 INT32 [-1, -1]"} <= set(report["inputs"])
-    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 2 + 1  # attention, experts, and the sampler
+    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 2 + 2  # attention, experts, the sampler and scores
     assert report["ranks"] == ([0, 1] if words else [0])
     assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16
     planned = [planned_for("--target", tmp_path / "e", *LIMITS, *words, "--backend", name) for name in BACKENDS]

@@ -89,7 +89,7 @@ def test_the_whole_step_compiles(trt: ModuleType, tmp_path: Path, name: str, dty
     options = {"family": family, "target": SMALL | changes, **DRAFT}
     built = build_with_rtx(tmp_path, options, dtype, pages=FP8_PAGES if pages else None)
     assert built.plan_bytes > 100_000
-    assert built.layer_counts["PLUGIN_V3"] == 2 + 1 + 1 + 1 + 1  # latents, experts, the block, the samplers
+    assert built.layer_counts["PLUGIN_V3"] == 2 + 1 + 1 + 3  # latents, experts, the block, what samples
 
 
 def test_each_layer_is_one_node_with_a_state_of_its_own(

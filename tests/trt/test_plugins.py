@@ -30,7 +30,7 @@ def test_a_network_uses_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PROGRAMS]
     # No chains, no experts, no delta nets, no latents, no collectives.
-    assert counts == [4, num_draft_layers, 0, 0, 1, int(num_draft_layers > 0), 0, 0, 0, 0, 0]
+    assert counts == [4, num_draft_layers, 0, 0, 1, 1, int(num_draft_layers > 0), 0, 0, 0, 0, 0]
 
 
 def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path):

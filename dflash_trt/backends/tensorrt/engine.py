@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from dflash_trt.backends.tensorrt.module import load_tensorrt, make_logger
-from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_outputs_of, step_outputs_of
+from dflash_trt.backends.tensorrt.network import (
+    IoTensor,
+    StepNetworkSpec,
+    score_outputs_of,
+    state_outputs_of,
+    step_outputs_of,
+)
 from dflash_trt.backends.tensorrt.plan_stream import read_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.profiles import profile_inputs
@@ -76,7 +82,7 @@ def check_engine_io(engine: Any, spec: StepNetworkSpec) -> None:
 
 def expected_io(spec: StepNetworkSpec) -> tuple[tuple[IoTensor, ...], tuple[IoTensor, ...]]:
     """All inputs and all outputs, the state's included."""
-    return profile_inputs(spec), (*step_outputs_of(spec), *state_outputs_of(spec))
+    return profile_inputs(spec), (*step_outputs_of(spec), *score_outputs_of(spec), *state_outputs_of(spec))
 
 
 def _name_problems(expected: set[str], found: Iterable[str]) -> Iterator[str]:

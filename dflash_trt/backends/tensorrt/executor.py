@@ -26,10 +26,11 @@ from dflash_trt.backends.tensorrt.communicator import Communicator
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.backends.tensorrt.profiles import max_prompt_scores
 from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
+from dflash_trt.backends.tensorrt.scored_rows import ScoredRows, StepScores
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
-from dflash_trt.core.logprobs import LOGPROBS_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class TensorRTExecutor:
         of_engine = engine_limits(spec, limits)
         self._buffers = StepBuffers(spec, of_engine, device=device)
         self._rules = RuleInputs(of_engine, vocab_size=spec.target.vocab_size, device=device)
+        self._scores = ScoredRows(spec, of_engine, device=device)
         num_slots = limits.max_batch_size + 1  # the last one of padding
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
@@ -76,7 +78,7 @@ class TensorRTExecutor:
         )
         self.graphs = GraphCache(capture)
         by_slot = self._rules.by_slot
-        contexts.bind(self._buffers.tensors | self.state.tensors | by_slot)
+        contexts.bind(self._buffers.tensors | self.state.tensors | by_slot | self._scores.outputs)
         contexts.set_shapes(shapes_of(by_slot))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # zeroed, before another stream writes into it
@@ -173,13 +175,16 @@ class TensorRTExecutor:
             self._host_memory.copy(plan.page_copies)
             self._buffers.staging.upload()
             masks = self._rules.of_step(given, shape)
-            if masks is not None:
-                shape = replace(shape, has_graph=False)
-            self.graphs.run(shape, partial(self._enqueue, shape, masks))
+            scores = self._scores.of_step(given, shape)
+            if masks is not None or scores is not None:
+                shape = replace(shape, has_graph=False, is_decode=shape.is_decode and given.prompt_rows is None)
+            self.graphs.run(shape, partial(self._enqueue, shape, masks, scores))
+            if scores is not None:
+                scores.download()
             result = self._buffers.results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
-        return StagedStep(result, started)
+        return StagedStep(result, started, reader=scores)
 
     def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
         """See EngineExecutor."""
@@ -208,6 +213,7 @@ class TensorRTExecutor:
             "_host_memory",
             "_buffers",
             "_rules",
+            "_scores",
         ):  # graphs before contexts, then the engine
             del vars(self)[name]
         if self._communicator is not None:
@@ -233,13 +239,17 @@ class TensorRTExecutor:
         masks = plan.masks and plan.masks.widened(plan.rows.num_draft_tokens + 1, num_drafts + 1)
         return replace(plan, rows=replace(plan.rows, num_draft_tokens=num_drafts), masks=masks)
 
-    def _enqueue(self, shape: StepShape, masks: dict[str, Tensor] | None = None) -> None:
+    def _enqueue(
+        self, shape: StepShape, masks: dict[str, Tensor] | None = None, scores: StepScores | None = None
+    ) -> None:
         """The launches of a step; what a CUDA graph holds. `masks` are of a step with logit rules or token masks."""
         context, staging = self._contexts.of(shape), self._buffers.staging
         self._buffers.assemble(shape)
         if masks is not None:
             self._rules.write_tokens(staging.plan_inputs(shape), staging.inputs(shape))
+        logit_rows = staging.inputs(shape).logit_rows.flatten()
         given = self._rules.without if masks is None else masks
+        given = given | (self._scores.without(logit_rows) if scores is None else scores.inputs(logit_rows))
         context.bind(given)
         context.enqueue(self._buffers.shapes(shape) | shapes_of(given))
         self._buffers.store(shape)
@@ -299,7 +309,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         page_size=spec.page_size,
         num_pages=0,
         num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
-        unsupported_sampling=LOGPROBS_FIELDS,
+        max_prompt_scores=max_prompt_scores(build),
     )
 
 

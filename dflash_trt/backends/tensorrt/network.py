@@ -22,6 +22,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.sampling import MAX_TOP_LOGPROBS
 from dflash_trt.core.state_spec import (
     EngineStates,
     LayerState,
@@ -43,7 +44,7 @@ from dflash_trt.core.step_spec import (
     StepTensor,
 )
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.kernels.programs.sampling import MASK_TENSORS, RULE_TENSORS
+from dflash_trt.kernels.programs.sampling import MASK_TENSORS, RULE_TENSORS, SCORE_ROWS
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import Cache, LayerCache, RecurrentCache, RowCache, StepState, paged_cache
@@ -53,6 +54,8 @@ STATE_POOLS: Final = "state_pools"
 PAGE_TABLE: Final = next(
     tensor for tensor in STEP_INPUTS if tensor.name == "page_table"
 )  # table of the first page group
+HIDDEN_ROWS: Final = "hidden_rows"
+SCORED: Final = ("scored_rows", "scored_tokens")
 SLOT_IDS: Final = next(tensor for tensor in PLAN_INPUTS if tensor.name == "slot_ids")
 
 
@@ -137,6 +140,26 @@ def rule_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     )
 
 
+def score_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """The tokens whose logits are computed, those of `logit_rows` first, and the rows of logits that are scored."""
+    scored = (IoTensor(name=name, dtype="int64", shape=(-1,), axes=("scored",)) for name in SCORED)
+    return (IoTensor(name=HIDDEN_ROWS, dtype="int32", shape=(-1,), axes=("L",)), *scored)
+
+
+def score_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Log probabilities of the scored rows."""
+    sizes = {"scored": -1, "num_top": num_top_of(spec)}
+    return tuple(
+        IoTensor(name=rule.name, dtype=rule.dtype, shape=tuple(sizes[axis] for axis in rule.shape), axes=rule.shape)
+        for rule in SCORE_ROWS.outputs
+    )
+
+
+def num_top_of(spec: StepNetworkSpec) -> int:
+    """The most likely tokens that a scored row has."""
+    return min(MAX_TOP_LOGPROBS, spec.target.vocab_size)
+
+
 def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Without `draft_tokens` and their top-k candidates when nothing is drafted; their confidence if it is known."""
     if not spec.has_drafts:
@@ -204,6 +227,7 @@ def define_step_network(
     given = {tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
     by_slot = {tensor.name: _add_input(layers, tensor) for tensor in rule_inputs_of(spec)}
     by_slot[SLOT_IDS.name] = given.pop(SLOT_IDS.name)
+    hidden_rows, *scored = (_add_input(layers, tensor) for tensor in score_inputs_of(spec))
     page_tables = [given[PAGE_TABLE.name], *(given.pop(table_name(window)) for window in spec.page_windows)]
     inputs: StepInputs[ITensor] = StepInputs(**given)
     [pools] = [_add_input(layers, tensor) for tensor in state_inputs_of(spec)]
@@ -214,20 +238,13 @@ def define_step_network(
     )
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives, add_node=add_node)
     ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
-    caches = [_cache(found, pools, spec.page_windows) for found in spec.states.target]
-    draft_caches = [_cache(found, pools, spec.page_windows) for found in paged(spec.states.draft)]
-    features = [RowCache(pools, found) for found in spec.states.draft if isinstance(found, PagedRows)]
-
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(
-            target_kv=caches,
-            draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)],
-            draft_features=next(iter(features), None),
-        ),
+        _step_state(spec, pools),
         num_draft_tokens=spec.max_draft_len,
+        logit_rows=hidden_rows,
     )
     named = {tensor.name: getattr(outputs.acceptance, tensor.name, None) for tensor in STEP_OUTPUTS}
     if outputs.proposal is not None:
@@ -238,11 +255,20 @@ def define_step_network(
             "next_draft_topk_probs": proposal.draft_topk_probs,
             DRAFT_CONFIDENCE.name: proposal.confidence,
         }
-    for tensor in step_outputs_of(spec):
+    named |= lowering.scored_rows(*scored, num_top=num_top_of(spec)) | {**ops.state_outputs()}
+    for tensor in (*step_outputs_of(spec), *score_outputs_of(spec), *state_outputs_of(spec)):
         layers.mark_output(named[tensor.name], tensor.name)
-    state_outputs = ops.state_outputs()
-    for tensor in state_outputs_of(spec):
-        layers.mark_output(state_outputs[tensor.name], tensor.name)
+
+
+def _step_state(spec: StepNetworkSpec, pools: ITensor) -> StepState[ITensor]:
+    caches = [_cache(found, pools, spec.page_windows) for found in spec.states.target]
+    draft_caches = [_cache(found, pools, spec.page_windows) for found in paged(spec.states.draft)]
+    features = [RowCache(pools, found) for found in spec.states.draft if isinstance(found, PagedRows)]
+    return StepState(
+        target_kv=caches,
+        draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)],
+        draft_features=next(iter(features), None),
+    )
 
 
 def _cache(state: LayerState, state_pools: ITensor, page_windows: tuple[int, ...]) -> LayerCache[ITensor]:

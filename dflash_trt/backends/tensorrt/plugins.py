@@ -29,6 +29,7 @@ from dflash_trt.kernels.programs import (
     PREVIOUS_ROWS,
     PROGRAMS,
     SAMPLE_AND_ACCEPT,
+    SCORE_ROWS,
     VERSION,
     WRITE_DRAFT_CONTEXT,
 )
@@ -79,6 +80,7 @@ class PluginLowering:
         self._draft_topk = draft_topk
         self._num_nodes = 0
         self._written: list[ITensor] = []
+        self._logits: ITensor | None = None
 
     def attend_pages(
         self,
@@ -141,6 +143,7 @@ class PluginLowering:
         self._written.append(self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), cache, {}))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
+        self._logits = logits
         given = {**self._by_slot, "logits": logits}
         if not self._draft_topk:
             given |= {
@@ -149,6 +152,13 @@ class PluginLowering:
             }
         outputs = self._node(SAMPLE_AND_ACCEPT, given, {"draft_topk": self._draft_topk})
         return Acceptance(**dict(zip(SAMPLE_AND_ACCEPT.output_names, outputs, strict=True)))
+
+    def scored_rows(self, rows: ITensor, tokens: ITensor, *, num_top: int) -> dict[str, ITensor]:
+        """Log probabilities under the logits that were sampled last."""
+        assert self._logits is not None
+        given = {"logits": self._logits, "scored_rows": rows, "scored_tokens": tokens}
+        outputs = self._node(SCORE_ROWS, given, {"num_top": num_top})
+        return dict(zip(SCORE_ROWS.output_names, outputs, strict=True))
 
     def draft_tokens(
         self,

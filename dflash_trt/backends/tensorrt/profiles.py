@@ -9,9 +9,11 @@ from dflash_trt.backends.tensorrt.network import (
     IoTensor,
     StepNetworkSpec,
     rule_inputs_of,
+    score_inputs_of,
     state_inputs_of,
     step_inputs_of,
 )
+from dflash_trt.core.logprobs import LOGPROBS_ROWS
 from dflash_trt.engine_dir import EngineLimits
 
 
@@ -29,7 +31,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1, P, K*C with drafts, and the axes of `rule_inputs_of`."""
+    """Ranges by axis name: T, R, R+1, K+1, P, K*C with drafts, and those of rules, masks and scored rows."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -66,17 +68,28 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
         num_probs = spec.max_draft_len * spec.draft_topk
         shared["K*C"] = AxisRange(min=spec.draft_topk, opt=num_probs, max=num_probs)
     decode_tokens = min(batch * width, limits.max_num_tokens)
-    tokens = {
-        "decode": AxisRange(min=1, opt=decode_tokens, max=decode_tokens),
-        "mixed": AxisRange(min=1, opt=limits.max_num_tokens, max=limits.max_num_tokens),
+    rows, scored = batch * width, max_prompt_scores(limits)
+    decode = {
+        "T": AxisRange(min=1, opt=decode_tokens, max=decode_tokens),
+        "L": AxisRange(min=1, opt=rows, max=rows),
+        "scored": AxisRange(min=1, opt=1, max=rows + 1),
     }
-    decode, mixed = (Profile(name=name, axes=shared | {"T": sizes}) for name, sizes in tokens.items())
-    return decode, mixed
+    mixed = {
+        "T": AxisRange(min=1, opt=limits.max_num_tokens, max=limits.max_num_tokens),
+        "L": AxisRange(min=1, opt=rows, max=rows + scored),
+        "scored": AxisRange(min=1, opt=1, max=rows + scored + 1),
+    }
+    return Profile(name="decode", axes=shared | decode), Profile(name="mixed", axes=shared | mixed)
+
+
+def max_prompt_scores(limits: EngineLimits) -> int:
+    """Prompt tokens whose log probabilities a step gives: their logits are in memory at once."""
+    return min(LOGPROBS_ROWS, limits.max_num_tokens)
 
 
 def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Every network input: the step's tensors, masks and rules, then the state."""
-    return (*step_inputs_of(spec), *rule_inputs_of(spec), *state_inputs_of(spec))
+    """Every network input: the step's tensors, masks and rules, rows that are scored, then the state."""
+    return (*step_inputs_of(spec), *rule_inputs_of(spec), *score_inputs_of(spec), *state_inputs_of(spec))
 
 
 def max_pages_per_sequence(limits: EngineLimits) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.staging import upload
-from dflash_trt.core.logprobs import LOGPROBS_ROWS, PromptScores, TopTokens
+from dflash_trt.core.logprobs import LOGPROBS_ROWS, PromptScores, TopRows, TopTokens
 from dflash_trt.core.step_plan import StepPlan, StepResult
 
 
@@ -65,25 +65,34 @@ class LogprobsReader:
     def download(self) -> None:
         """Copy results to the host on the current stream without waiting; call `added_to` after the copies."""
         if self._top is not None:
-            self._top = tuple(map(_on_host, self._top))
+            self._top = tuple(map(on_host, self._top))
         if self._prompt:
-            self._prompt = [tuple(_on_host(torch.cat(parts)) for parts in zip(*self._prompt, strict=True))]
+            self._prompt = [tuple(on_host(torch.cat(parts)) for parts in zip(*self._prompt, strict=True))]
 
     def added_to(self, result: StepResult) -> StepResult:
         """The step's result with what was read and downloaded."""
-        top = None
+        top, prompt = None, None
         if self._top is not None and self._top_rows is not None:
-            requests, width = self._top_rows.requests, self._width
-            found = TopTokens(*(part.view(len(requests), width, -1).numpy() for part in self._top))
-            top = TopTokens.zeros(self._num_requests, width, self._top_rows.num_top_logprobs)
-            top.put(requests, found)
-        return replace(result, top=top, prompt=self._prompt_scores())
+            top = top_of_requests(self._top_rows, *self._top, num_requests=self._num_requests, width=self._width)
+        if self._prompt:
+            logprobs, token_ids, top_logprobs = (torch.cat(parts).numpy() for parts in zip(*self._prompt, strict=True))
+            prompt = PromptScores(logprobs, TopTokens(token_ids, top_logprobs))
+        return replace(result, top=top, prompt=prompt)
 
-    def _prompt_scores(self) -> PromptScores | None:
-        if not self._prompt:
-            return None
-        logprobs, token_ids, top_logprobs = (torch.cat(parts).numpy() for parts in zip(*self._prompt, strict=True))
-        return PromptScores(logprobs, TopTokens(token_ids, top_logprobs))
+
+def top_of_requests(
+    wanted: TopRows,
+    token_ids: Tensor,  # int32 [G*width, N], of the requests that want them
+    logprobs: Tensor,  # float32 [G*width, N]
+    *,
+    num_requests: int,
+    width: int,
+) -> TopTokens:
+    """For all requests of a step, on the host; zeros of the others."""
+    requests = wanted.requests
+    top = TopTokens.zeros(num_requests, width, wanted.num_top_logprobs)
+    top.put(requests, TopTokens(*(part.view(len(requests), width, -1).numpy() for part in (token_ids, logprobs))))
+    return top
 
 
 def score_rows(
@@ -129,7 +138,7 @@ def _parts(values: Tensor, device: torch.device | None) -> Sequence[Tensor]:
     return torch.split(upload(values, device), LOGPROBS_ROWS)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -11,7 +11,7 @@ from dflash_trt.kernels.programs.experts import EXPERTS
 from dflash_trt.kernels.programs.gated_delta import GATED_DELTA
 from dflash_trt.kernels.programs.latents import ATTEND_LATENTS
 from dflash_trt.kernels.programs.pages import ATTEND_DRAFT, ATTEND_PAGES, PREVIOUS_ROWS, WRITE_DRAFT_CONTEXT
-from dflash_trt.kernels.programs.sampling import DRAFT_TOKENS, SAMPLE_AND_ACCEPT
+from dflash_trt.kernels.programs.sampling import DRAFT_TOKENS, SAMPLE_AND_ACCEPT, SCORE_ROWS
 
 __all__ = [
     "ALL_GATHER",
@@ -26,6 +26,7 @@ __all__ = [
     "PREVIOUS_ROWS",
     "PROGRAMS",
     "SAMPLE_AND_ACCEPT",
+    "SCORE_ROWS",
     "VERSION",
     "WRITE_DRAFT_CONTEXT",
 ]
@@ -37,6 +38,7 @@ PROGRAMS: Final = (
     WRITE_DRAFT_CONTEXT,
     PREVIOUS_ROWS,
     SAMPLE_AND_ACCEPT,
+    SCORE_ROWS,
     DRAFT_TOKENS,
     EXPERTS,
     GATED_DELTA,

@@ -1,4 +1,4 @@
-"""Sampling with acceptance, under logit rules and token masks if a step has any, and drafts."""
+"""Sampling with acceptance, under logit rules and token masks if a step has any, log probabilities, and drafts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Final
 
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.logit_rules import MAX_BAD_WORD_TOKENS, MAX_BIASES
-from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.core.sampling import MAX_TOP_LOGPROBS, STEP_SAMPLING_FIELDS
 from dflash_trt.kernels.programs.program import Check, FieldRule, Kernel, Launch, Program, Stage, TensorRule, flag
 from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, SAMPLING_GRIDS, SCRATCH, TILE, Scratch
 
@@ -78,7 +78,7 @@ def _launches(
 SAMPLE_AND_ACCEPT: Final = Program(
     name="SampleAndAccept",
     inputs=(
-        TensorRule("logits", "F [R * S, vocabulary]"),
+        TensorRule("logits", "F [L, vocabulary]"),
         TensorRule("token_ids", "[T]"),
         TensorRule("positions", "[T]"),
         TensorRule("token_offsets", "[R + 1]"),
@@ -102,11 +102,18 @@ SAMPLE_AND_ACCEPT: Final = Program(
     fields=(FieldRule("draft_topk", 0, _MAX_TOPK),),
     checks=(
         Check(
+            subject="logits",
+            holds="L >= R * S",
+            expected="{R * S} rows or more",
+            found="{L}",
+            hint="Shapes stand in plugins/README.md.",
+        ),
+        Check(
             subject="row_masks",
             holds="adjusted == 1 or adjusted == R * S + 1",
             expected="1 entry, or 1 more than rows of logits, {R * S}",
             found="{adjusted}",
-            hint="The first entry belongs to no row.",
+            hint="The last entry belongs to no row.",
         ),
     ),
     stage=replace(_sizes_of_rows("S"), scratch=_scratch(SCRATCH, width="S")),
@@ -119,6 +126,51 @@ SAMPLE_AND_ACCEPT: Final = Program(
                 *_launches(("count_tokens", "adjust")),
                 *_launches(SAMPLING_GRIDS, logits="scores"),
                 *_launches(("raw_logprobs",)),
+            ),
+        ),
+    ),
+)
+SCORE_ROWS: Final = Program(
+    name="ScoreRows",
+    inputs=(
+        TensorRule("logits", "F [L, vocabulary]"),
+        TensorRule("scored_rows", "int64 [scored]"),
+        TensorRule("scored_tokens", "int64 [scored]"),
+    ),
+    outputs=(
+        TensorRule("top_tokens", "[scored, num_top]"),
+        TensorRule("top_logprobs", "float32 [scored, num_top]"),
+        TensorRule("token_logprobs", "float32 [scored]"),
+    ),
+    fields=(FieldRule("num_top", 1, MAX_TOP_LOGPROBS),),
+    checks=(
+        Check(
+            subject="num_top",
+            holds="num_top <= vocabulary",
+            expected="at most the vocabulary, {vocabulary}",
+            found="{num_top}",
+            hint="They are distinct tokens.",
+        ),
+    ),
+    stage=Stage(
+        sizes={"num_tiles": f"ceil_div(vocabulary, {TILE})"},
+        scratch={
+            "values": "4 * scored * num_tiles * num_top",
+            "columns": "4 * scored * num_tiles * num_top",
+            "tile_max": "4 * scored * num_tiles",
+            "tile_sum": "4 * scored * num_tiles",
+        },
+        arguments={"rows": "scored_rows", "tokens": "scored_tokens", "vocab_size": "vocabulary"}
+        | {"num_rows": "scored - 1"},
+        launches=(
+            Launch(kernel=Kernel(name="tile_top_kernel", types={"logits": "F"}), when="scored > 1"),
+            Launch(
+                kernel=Kernel(
+                    name="row_top_kernel",
+                    types={"logits": "F"},
+                    at_least={"TILES": "num_tiles", "CANDIDATES": "num_tiles * num_top"},
+                ),
+                when="scored > 1",
             ),
         ),
     ),
