@@ -88,13 +88,10 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     is_recurrent = engine.manifest.target.is_recurrent
     if config.deterministic and device != "cpu":
         _check_determinism(engine, device)
-    has_snapshots = is_recurrent and engine.manifest.backend == "torch"
-    _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)
-    shares_prefixes = has_snapshots and config.num_state_snapshots != 0 if is_recurrent else True
-    _check_host_cache(config, shares_prefixes=shares_prefixes)
+    _check_snapshots(config, is_recurrent=is_recurrent)
+    _check_host_cache(config, shares_prefixes=not is_recurrent or config.num_state_snapshots != 0)
     _check_disk_cache(config)
     resolved: dict[str, object] = {
-        "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
         "overlap_scheduling": _overlaps(config, device),
         "num_threads": default_num_threads(num_ranks // config.nnodes)
@@ -144,17 +141,11 @@ def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
     check_draft_length(config.max_draft_tokens, engine)
 
 
-def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, backend: str) -> None:
-    """Raise SettingError for snapshots if the target has no recurrent state, or the back end copies none."""
-    if not config.num_state_snapshots:
-        return
-    if not is_recurrent:
+def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool) -> None:
+    """Raise SettingError for snapshots if the target has no recurrent state."""
+    if config.num_state_snapshots and not is_recurrent:
         hint = "Leave it out: pages are all that prefixes of this target need."
         expected, found = "a target with recurrent layers", "one whose layers all attend"
-        raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
-    if backend != "torch":
-        hint = "Leave it out: prompts are computed in full. Or build the engine with --backend torch."
-        expected, found = "an engine of backend torch", f"one of backend {backend}"
         raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
 
 
@@ -198,7 +189,7 @@ def _check_host_cache(config: RuntimeConfig, *, shares_prefixes: bool) -> None:
             "host_cache_bytes",
             expected="an engine that caches prefixes",
             found="a target with recurrent layers, without snapshots",
-            hint="Leave it out. An engine of backend torch has snapshots unless num_state_snapshots is 0.",
+            hint="Leave it out, or allow more than 0 num_state_snapshots.",
         )
 
 

@@ -157,7 +157,7 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         engine=described,
         gpu=gpu,
         memory=memory,
-        pages=_pages(described, free_bytes, fraction, is_torch=is_torch),
+        pages=_pages(described, free_bytes, fraction),
         free_fraction=fraction,
         notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
     )
@@ -186,10 +186,8 @@ def _weights_bytes(engine: EngineDescription) -> int:
     return sum(sum(by_format.values()) for by_format in rank_weight_bytes(engine.pretrained_config).values())
 
 
-def _pages(engine: EngineDescription, free_bytes: int, fraction: float, *, is_torch: bool) -> PagePlan | None:
-    """TensorRT engines have no snapshots."""
-    config = RuntimeConfig(num_state_snapshots=None if is_torch else 0)
+def _pages(engine: EngineDescription, free_bytes: int, fraction: float) -> PagePlan | None:
     try:
-        return plan_engine_pages(engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction)
+        return plan_engine_pages(engine, RuntimeConfig(), free_bytes=lambda: free_bytes, default_fraction=fraction)
     except CapacityError:
         return None

@@ -150,7 +150,6 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
         ("tensorrt", {"draft_window": 9}, "an engine of backend torch, found a TensorRT engine"),
         ("tensorrt", {"deterministic": True}, "an engine of backend torch, found a TensorRT engine"),
         ("tensorrt", {"device": "cpu"}, "a GPU, for a TensorRT engine, found cpu"),
-        ("tensorrt recurrent", {"num_state_snapshots": 1}, "an engine of backend torch, found one of backend tensorrt"),
     ],
 )
 def test_a_setting_that_the_engine_cannot_have_is_refused_by_its_name(
@@ -175,7 +174,8 @@ def test_settings_at_their_limits_are_taken(pair: EngineDir, root: Path) -> None
     resolved_config(pair, RuntimeConfig(device="cpu", num_state_snapshots=0))
     compiled = changed(EngineDir.open(root / "recurrent"), backend="tensorrt")
     config = resolved_config(compiled, RuntimeConfig())
-    assert (config.device, config.overlap_scheduling, config.enable_prefix_caching) == ("cuda", True, False)
+    assert (config.device, config.overlap_scheduling, config.enable_prefix_caching) == ("cuda", True, True)
+    assert resolved_config(compiled, RuntimeConfig(num_state_snapshots=2)).num_state_snapshots == 2
     compiled = changed(pair, backend="tensorrt")
     assert resolved_config(compiled, RuntimeConfig(ngram=True)).overlap_scheduling is False, "it needs all results"
 

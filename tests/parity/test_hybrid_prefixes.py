@@ -35,8 +35,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def executor(pair: tuple[Path, Path]) -> Iterator[TorchExecutor]:
-    executor = make_executor(*pair, max_batch_size=3, num_snapshots=3)  # fewer of both than prompts
+def opened() -> Any:
+    """Opens an executor over a pair of checkpoints: the modules that run these laws over others have their own."""
+    return make_executor
+
+
+@pytest.fixture(scope="module")
+def executor(opened: Any, pair: tuple[Path, Path]) -> Iterator[TorchExecutor]:
+    executor = opened(*pair, max_batch_size=3, num_snapshots=3)  # fewer of both than prompts
     yield executor
     executor.close()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
-from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, _limits_without_pages
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, _limits_without_pages, limits_with_pages
 from dflash_trt.backends.torch.backend import TorchBackend
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import ExecutorLimits
@@ -31,6 +30,7 @@ def open_pair_engine(
     *,
     max_batch_size: int = 8,
     max_seq_len: int = MAX_SEQ_LEN,
+    num_snapshots: int = 0,
     **options: Any,
 ) -> TensorRTExecutor:
     """`options` are of `define_pair`."""
@@ -38,7 +38,11 @@ def open_pair_engine(
     sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "page_size": defined.spec.page_size}
     sizes |= {"max_num_tokens": max(MAX_NUM_TOKENS, 2 * max_batch_size), "max_draft_len": defined.spec.max_draft_len}
     limits = ExecutorLimits(
-        **sizes, draft_topk=defined.spec.draft_topk, num_pages=512, max_prompt_scores=MAX_NUM_TOKENS
+        **sizes,
+        draft_topk=defined.spec.draft_topk,
+        num_pages=512,
+        num_snapshots=num_snapshots if defined.spec.states.is_recurrent else None,
+        max_prompt_scores=MAX_NUM_TOKENS,
     )
     engine = FakeEngine(defined, EngineLimits(**sizes))
     contexts = StepContexts(engine, USER_MANAGED, STREAM, captured=(), device=CPU)
@@ -49,12 +53,8 @@ def open_interpreted(engine: EngineDir, config: RuntimeConfig, **_: Any) -> Tens
     """TensorRT's executor for an engine directory of backend torch on a CPU, with the limits that the product gives."""
     defined = define_engine(tensorrt_rtx, engine)
     pages = plan_engine_pages(engine.manifest, config)
-    limits = replace(
-        _limits_without_pages(engine, defined.spec, config),
-        num_pages=pages.num_pages,
-        page_windows=pages.page_windows,
-        num_host_pages=pages.num_host_pages,
-    )
+    limits = _limits_without_pages(engine, defined.spec, config)
+    limits = limits_with_pages(limits, pages, is_recurrent=defined.spec.states.is_recurrent)
     contexts = StepContexts(
         FakeEngine(defined, engine.manifest.build_config), USER_MANAGED, STREAM, captured=(), device=CPU
     )

@@ -145,22 +145,20 @@ def test_the_steps_of_a_quantized_engine_equal_torchs(
     torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-3)
 
 
-def test_slots_are_in_the_memory_of_an_engine_and_snapshots_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_and_snapshots_are_in_the_memory_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path, family="qwen3_5_text", target=SMALL, **DRAFT)
     engine = build(tmp_path, tp_size=1)
     spec = network_spec(engine.manifest.pretrained_config, engine.manifest.build_config)
     limits = trt_executor._limits_without_pages(engine, spec, RuntimeConfig())
-    assert limits.num_snapshots == 0  # prompts share no prefixes
     slot_bytes = spec.states.bytes_per_slot
     state = EngineState(spec, num_pages=1, num_slots=limits.max_batch_size + 1, device=torch.device("cpu"))
     assert sum(tensor.nbytes for tensor in state.slots.values()) == 9 * slot_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * slot_bytes, 0))
-    pages = trt_executor._page_plan(engine, spec, RuntimeConfig(), ONE_RANK)
-    assert (pages.slot_bytes, pages.num_snapshots) == (9 * slot_bytes, 0)
+    pages = trt_executor._page_plan(engine, spec, RuntimeConfig(num_state_snapshots=2), ONE_RANK)
+    assert (pages.slot_bytes, pages.num_snapshots) == (9 * slot_bytes, 2)
     page_bytes = 4 * pages.bytes_per_token
-    assert pages.total_bytes == 9 * slot_bytes // page_bytes * page_bytes  # what slots leave of 0.9 * 20
+    assert pages.total_bytes == 7 * slot_bytes // page_bytes * page_bytes  # what both leave of 0.9 * 20
+    assert trt_executor.limits_with_pages(limits, pages, is_recurrent=True).num_snapshots == 2
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * slot_bytes, 0))
     with pytest.raises(CapacityError, match=f"in addition to {9 * slot_bytes} bytes of recurrent state"):
         trt_executor._page_plan(engine, spec, RuntimeConfig(), ONE_RANK)

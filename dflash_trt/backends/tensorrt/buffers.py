@@ -50,7 +50,7 @@ class EngineState:
         device: torch.device,
         page_windows: Sequence[PageWindow] = (),
     ) -> None:
-        """`num_slots` are the requests' plus the last one, for padding. `page_windows` match the spec's."""
+        """`num_slots` are the requests', one for padding, and snapshots. `page_windows` match the spec's."""
         assert tuple(group.window for group in page_windows) == spec.page_windows, "pools for the groups of the engine"
         sizes = {pool_axis(None): num_pages, "slots": num_slots}
         sizes |= {pool_axis(group.window): group.blank_page + 1 for group in page_windows}

@@ -86,7 +86,8 @@ def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str
     rows = {}
     for name, pages in state.pages.items():
         rows[name] = _rows_of(name, _by_parts(pages), place.first_pages[state.group_of(name)], num_tokens)
-    return rows | {name: _part_of(name, tensor, place.slot) for name, tensor in state.slots.items()}
+    padding = limits.max_batch_size
+    return rows | {name: _part_of(name, tensor, place.slot, padding=padding) for name, tensor in state.slots.items()}
 
 
 def _moved(plan: StepPlan, place: Place, max_pages: int) -> StepPlan:
@@ -97,13 +98,13 @@ def _moved(plan: StepPlan, place: Place, max_pages: int) -> StepPlan:
     return replace(plan, rows=replace(plan.rows, slot_ids=plan.rows.slot_ids + place.slot), page_updates=updates)
 
 
-def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
-    """A part of a slot that was written, after checking that no other slot was, except padding's.
+def _part_of(name: str, tensor: Tensor, slot: int, *, padding: int) -> Tensor:
+    """A part of a slot that was written, after checking that no other slot was, except that of `padding`.
 
     Returns a whole state, or the first row of other parts.
     """
     canary = torch.full_like(tensor[:1].flatten()[:1], CANARY).view(torch.uint8)
-    others = [index for index in range(len(tensor) - 1) if index != slot]
+    others = [index for index in range(len(tensor)) if index not in (slot, padding)]
     num_written = sum(bool((tensor[index].reshape(-1, 1).view(torch.uint8) != canary).any()) for index in others)
     if num_written:
         raise _refusal(name, "no slot of others to be written", f"{num_written} of them")

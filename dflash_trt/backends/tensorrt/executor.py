@@ -30,6 +30,7 @@ from dflash_trt.backends.tensorrt.profiles import max_prompt_scores
 from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.tensorrt.scored_rows import ScoredRows, StepScores
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
 
@@ -69,12 +70,18 @@ class TensorRTExecutor:
         self._buffers = StepBuffers(spec, of_engine, device=device)
         self._rules = RuleInputs(of_engine, vocab_size=spec.target.vocab_size, device=device)
         self._scores = ScoredRows(spec, of_engine, device=device)
-        num_slots = limits.max_batch_size + 1  # the last one of padding
+        first_snapshot = limits.max_batch_size + 1  # behind the slot of padding
+        num_slots = first_snapshot + (limits.num_snapshots or 0)
         self.state = EngineState(
             spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
         )
+        self._snapshots = SlotSnapshots(list(self.state.slots.values()), first_slot=first_snapshot)
         self._host_memory = HostMemory(
-            self.state.paged, limits, is_page_locked=device.type == "cuda", is_shared=spec.mapping.tp_size > 1
+            self.state.paged,
+            limits,
+            slots=list(self.state.slots.values()),
+            is_page_locked=device.type == "cuda",
+            is_shared=spec.mapping.tp_size > 1,
         )
         self.graphs = GraphCache(capture)
         by_slot = self._rules.by_slot
@@ -127,9 +134,7 @@ class TensorRTExecutor:
         captured = captured_shapes(spec, limits, lens)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
         pages = _page_plan(engine_dir, spec, config, ranks)  # from the memory that the contexts leave
-        limits = replace(
-            limits, num_pages=pages.num_pages, page_windows=pages.page_windows, num_host_pages=pages.num_host_pages
-        )
+        limits = limits_with_pages(limits, pages, is_recurrent=spec.states.is_recurrent)
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
         executor._owners = (engine, *owners)
@@ -174,11 +179,13 @@ class TensorRTExecutor:
             started = new_timer(self._buffers.device)
             self._host_memory.copy(plan.page_copies)
             self._buffers.staging.upload()
+            self._snapshots.restore(plan.restores)
             masks = self._rules.of_step(given, shape)
             scores = self._scores.of_step(given, shape)
             if masks is not None or scores is not None:
                 shape = replace(shape, has_graph=False, is_decode=shape.is_decode and given.prompt_rows is None)
             self.graphs.run(shape, partial(self._enqueue, shape, masks, scores))
+            self._snapshots.save(plan.saves)
             if scores is not None:
                 scores.download()
             result = self._buffers.results.download(
@@ -210,6 +217,7 @@ class TensorRTExecutor:
             "_contexts",
             "_owners",
             "state",
+            "_snapshots",
             "_host_memory",
             "_buffers",
             "_rules",
@@ -308,8 +316,19 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         has_draft_confidence=spec.has_draft_confidence and config.use_drafter,
         page_size=spec.page_size,
         num_pages=0,
-        num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
         max_prompt_scores=max_prompt_scores(build),
+    )
+
+
+def limits_with_pages(limits: ExecutorLimits, pages: PagePlan, *, is_recurrent: bool) -> ExecutorLimits:
+    """Of a target with recurrent layers, snapshots are in the memory of pages, too."""
+    return replace(
+        limits,
+        num_pages=pages.num_pages,
+        page_windows=pages.page_windows,
+        num_snapshots=pages.num_snapshots if is_recurrent else None,
+        num_host_pages=pages.num_host_pages,
+        num_host_snapshots=pages.num_host_snapshots,
     )
 
 
@@ -317,8 +336,7 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
     """Pages for this GPU's free memory, and no more than any other rank has."""
     pages = plan_engine_pages(
         engine_dir.manifest,
-        # The engine has the drafter's pages in any case, and no snapshots.
-        config.model_copy(update={"use_drafter": True, "num_state_snapshots": 0}),
+        config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
         default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
         has_groups=bool(spec.page_windows),

@@ -115,7 +115,7 @@ class TorchExecutor:
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             page_windows=page_plan.page_windows,
         )
-        self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
+        self._snapshots = SlotSnapshots(self._state.slots, first_slot=max_batch_size + 1)
         self._host_memory = HostMemory(
             self._state.paged, self.limits, slots=self._state.slots, is_shared=ranks.num_ranks > 1
         )

@@ -4,19 +4,22 @@ The whole slot is copied, records included. So a snapshot is valid whether the l
 that are still to be folded.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.staging import upload
 from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import StateCopies
-from dflash_trt.network.state import StepState
 
 
 class SlotSnapshots:
-    """Copies between slots; snapshot i is slot `first_slot + i`."""
+    """Copies between slots, on the current stream of a GPU; snapshot i is slot `first_slot + i`."""
 
-    def __init__(self, state: StepState[Tensor], *, first_slot: int) -> None:
-        self._tensors = state.slots
+    def __init__(self, tensors: Sequence[Tensor], *, first_slot: int) -> None:
+        """`tensors` have a row for each slot."""
+        self._tensors = tensors
         self._first_slot = first_slot
 
     def restore(self, copies: StateCopies) -> None:
@@ -30,6 +33,7 @@ class SlotSnapshots:
     def _copy(self, sources: Array, destinations: Array) -> None:
         if not len(sources):
             return
-        read, written = torch.from_numpy(sources), torch.from_numpy(destinations)
+        device = self._tensors[0].device
+        read, written = (upload(torch.from_numpy(slots), device) for slots in (sources, destinations))
         for tensor in self._tensors:
             tensor.index_copy_(0, written, tensor.index_select(0, read))
