@@ -147,7 +147,7 @@ def activations_bytes(
     layer = max(layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
     columns = _logit_columns(target.vocab_size, mapping.tp_size)
     logits = num_tokens * 2 * target.hidden_size + rows * (2 * target.hidden_size + columns)
-    scores_bytes = _scores_bytes(config, limits, num_tokens) if has_rules else 0
+    scores_bytes = _scores_bytes(config, limits, num_tokens, has_nodes=has_nodes) if has_rules else 0
     phases = [num_tokens * layer * num_bytes, logits * num_bytes + scores_bytes]
     if draft is not None:
         kv_size = sum(gqa.shard(mapping).kv_size for gqa in draft.attentions)
@@ -163,11 +163,15 @@ def activations_bytes(
     return num_tokens * kept * num_bytes + max(phases)
 
 
-def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: int) -> int:
-    """Bytes of scores with each request's token counts, or of prompt logits, which several ranks gather."""
+def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: int, *, has_nodes: bool) -> int:
+    """Bytes of scores with each request's token counts, or of prompt logits, which several ranks gather.
+
+    A TensorRT engine, whose nodes get memory for their largest step, has both at once.
+    """
     read = min(LOGPROBS_ROWS, num_tokens) * _logit_columns(config.target.vocab_size, config.mapping.tp_size)
     scores = (_max_rows(limits) + limits.max_batch_size) * config.target.vocab_size
-    return max(read * num_bytes_of(config.dtype), scores * num_bytes_of("float32"))
+    parts = read * num_bytes_of(config.dtype), scores * num_bytes_of("float32")
+    return sum(parts) if has_nodes else max(parts)
 
 
 def layer_features(

@@ -137,6 +137,9 @@ def test_scores_under_rules_are_counted(tmp_path: Path) -> None:
     )
     held = peak_of_a_step(executor, 12, has_rules=True)
     assert without < held <= planned
+    sizes = {"num_tokens": 12, "has_rules": True}
+    of_engine = rank_memory.activations_bytes(config, steps, has_nodes=True, **sizes)
+    assert of_engine == planned + 12 * 40000 * 4  # rows of prompts that are scored, besides the scores
 
 
 def test_a_tensorrt_engine_has_the_results_of_prompts_attended_directly_besides(tmp_path: Path) -> None:
