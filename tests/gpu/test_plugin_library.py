@@ -13,7 +13,7 @@ from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import kept_state
 from tests.plugins.latent_cases import CASES as LATENT_CASES
-from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, SAMPLING_NODES, STATE, NodeInputs, StepCase
+from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, SAMPLING_NODES, STATE, NodeInputs, StepCase, defined
 from tests.trt.plugin_reference import PluginReference
 
 pytestmark = [
@@ -66,7 +66,7 @@ class Call:
         self.inputs, self.fields = getattr(self.made, NODES[node])()
 
     def run(self, library: PluginLibrary) -> list[Tensor]:
-        return [*library(self.node, self.inputs, self.fields), *self.made.written]
+        return defined(self.node, [*library(self.node, self.inputs, self.fields), *self.made.written])
 
     def expected(self) -> list[Tensor]:
         """In float32 on the CPU, from the same rounded inputs; FP8 pages stay what they are."""
@@ -78,7 +78,8 @@ class Call:
         reference = PluginReference()
         named = type("Node", (), {"name": self.node, "fields": self.fields})
         outputs = reference(named, [given[name] for name in reference.programs[self.node].input_names])
-        return [*([] if self.node == "WriteDraftContext" else outputs), *pages]  # its output has no value
+        outputs = [] if self.node == "WriteDraftContext" else outputs  # its output has no value
+        return defined(self.node, [*outputs, *pages])
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def test_a_captured_call_replays_with_new_content(library: PluginLibrary, node: 
     expected = fresh.expected()
     graph.replay()
     torch.cuda.synchronize()
-    assert difference([*outputs, *fresh.made.written], expected) <= TOLERANCES[torch.bfloat16]
+    assert difference(defined(node, [*outputs, *fresh.made.written]), expected) <= TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("case", ["large", "large, FP8 pages"])

@@ -121,6 +121,11 @@ PAIRS = [
 ]
 
 
+def defined(node: str, outputs: list[Tensor]) -> list[Tensor]:
+    """Without the last entry of scored rows, which is of nothing."""
+    return [part[:-1] for part in outputs] if node == "ScoreRows" else outputs
+
+
 class NodeInputs:
     """`attend_pages()` and the others give the named inputs and the fields of one node, new tensors each time.
 
@@ -268,10 +273,10 @@ class NodeInputs:
         rules.tokens[slot] = chosen(64)
 
     def score_rows(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """All rows of logits but the first, in another order, then one that is not read; of one row nothing else."""
+        """All rows of logits but the last, in another order, then one that is not read; of one row nothing else."""
         case = self.case
         num_rows = len(case.num_tokens) * case.width
-        rows = torch.randperm(num_rows - 1, generator=self._random) + 1
+        rows = torch.randperm(num_rows - 1, generator=self._random)
         return {
             "logits": self._floats(num_rows, case.vocab_size) * 3,
             "scored_rows": torch.cat((rows, torch.tensor([1 << 40]))).to(self._device),
