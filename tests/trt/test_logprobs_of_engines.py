@@ -10,8 +10,9 @@ import pytest
 from torch import Tensor
 
 from dflash_trt.backends.tensorrt.scored_rows import StepScores
+from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import StepHandle, StepPlan
-from tests.parity.test_logprobs import TOLERANCE, make_requests, run, worst_of
+from tests.parity.test_logprobs import TOLERANCE, difference, make_requests, run, worst_of
 from tests.parity.test_logprobs import model as model
 from tests.parity.test_logprobs import pair as pair
 from tests.parity.test_logprobs import test_they_equal_those_of_transformers as test_they_equal_those_of_transformers
@@ -59,3 +60,12 @@ def test_values_of_the_row_beside_are_noticed(
 
     monkeypatch.setattr(StepScores, "inputs", shifted)
     assert worst_of(model, run(opened(*pair), make_requests())) > 100 * TOLERANCE
+
+
+def test_short_prompts_that_fill_the_batch_are_scored_too(opened: Any, pair: tuple[Path, Path], model: Any) -> None:
+    """With as many rows of logits as verify blocks have at most, and those of prompts."""
+    sampling = SamplingParams(max_new_tokens=12, prompt_logprobs=3)
+    requests = [Request(request_id=str(i), prompt_token_ids=(i, 7, 3 + i), sampling=sampling) for i in range(8)]
+    for request, output in zip(requests, run(opened(*pair), requests), strict=True):
+        prompt = list(request.prompt_token_ids)
+        assert difference(model, prompt, output, top_logprobs=0, prompt_logprobs=3) <= TOLERANCE
