@@ -24,6 +24,7 @@ from dflash_trt.core.errors import ConfigError
 
 _MAX_GIB = 1 << 20
 PLAIN_BITS: Final = 16  # unquantized operands
+GPUS_PER_NODE: Final = 8  # of an HGX board, each linked to all others by NVLink
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
-from dflash_trt.plan.gpus import Gpu
+from dflash_trt.plan.gpus import GPUS_PER_NODE, Gpu
 from dflash_trt.plan.rank_memory import RankMemory, rank_memory
 from dflash_trt.plan.step_floor import Step, StepFloor, step_floor
 
@@ -159,7 +159,13 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         memory=memory,
         pages=_pages(described, free_bytes, fraction),
         free_fraction=fraction,
-        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
+        notes=(
+            *described.notes,
+            *pair.notes,
+            *_latent_notes(pretrained),
+            *_node_notes(pretrained),
+            *(_refusals(pretrained) if is_torch else ()),
+        ),
     )
 
 
@@ -171,6 +177,16 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
         yield (
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
             f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
+        )
+
+
+def _node_notes(config: PretrainedConfig) -> Iterator[str]:
+    """More ranks than a node has GPUs."""
+    num_ranks = config.mapping.world_size
+    if num_ranks > GPUS_PER_NODE:
+        yield (
+            f"{num_ranks} ranks are more than the {GPUS_PER_NODE} GPUs of a node. Sums over nodes take their network, "
+            "which is not planned: times are those of one NVLink domain. Where an engine fits one, replicas give more"
         )
 
 

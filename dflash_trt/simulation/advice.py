@@ -21,6 +21,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.plan.computed_rows import ComputedRows
+from dflash_trt.plan.gpus import GPUS_PER_NODE
 from dflash_trt.plan.planning import EnginePlan, plan_engine
 from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
@@ -255,6 +256,8 @@ def layouts(
                 continue
             reason = "no room for a request"
         reasons.setdefault(reason, []).append(f"tp{tp_size}ep{ep_size}, {name or 'as stored'}")
+    if goal.num_gpus > GPUS_PER_NODE:
+        reasons["sums over nodes take their network, which is not planned"] = [f"more than {GPUS_PER_NODE} ranks"]
     return found, [f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()]
 
 
@@ -291,8 +294,12 @@ def _scaled(acceptance: AcceptanceByPosition, factor: float) -> AcceptanceByPosi
 
 
 def _ranks(goal: Goal) -> list[tuple[int, int]]:
-    """Ranks and groups of experts that the GPUs can be divided into."""
-    sizes = [size for size in range(1, goal.num_gpus + 1) if goal.num_gpus % size == 0 and size & (size - 1) == 0]
+    """Ranks and groups of experts that the GPUs can be divided into, each within a node."""
+    sizes = [
+        size
+        for size in range(1, min(goal.num_gpus, GPUS_PER_NODE) + 1)
+        if goal.num_gpus % size == 0 and size & (size - 1) == 0
+    ]
     return [(size, ep_size) for size in sizes for ep_size in dict.fromkeys((1, size))]
 
 

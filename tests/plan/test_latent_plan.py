@@ -94,7 +94,13 @@ def test_eight_ranks_share_the_experts_and_copy_the_latents(kimi: PairSpecs) -> 
     assert cost.startswith(
         "latent pages are whole on every rank: 68.6 KiB of each token's 68.6 KiB a rank, 549.0 KiB on 8"
     )
-    assert not [note for note in made.notes if "refused" in note]
+    assert not [note for note in made.notes if "refused" in note or "of a node" in note]
+
+
+def test_ranks_beyond_a_node_are_planned_as_if_they_were_one(kimi: PairSpecs) -> None:
+    config = BuildConfig(target="target", dtype="bfloat16", tp_size=16, ep_size=16, max_seq_len=32768)
+    (note,) = [note for note in plan_engine(config, kimi, gpu_of("b300")).notes if "of a node" in note]
+    assert note.startswith("16 ranks are more than the 8 GPUs of a node. Sums over nodes take their network")
 
 
 def test_one_rank_copies_nothing(kimi: PairSpecs) -> None:

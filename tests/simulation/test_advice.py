@@ -114,6 +114,12 @@ def test_layouts_are_all_divisions_of_the_gpus_in_every_format(found: list[Layou
     assert len(names) == len(found)
 
 
+def test_ranks_stay_within_a_node(pair: PairSpecs) -> None:
+    found, reasons = layouts(CONFIG, [(pair, ACCEPTANCE)], CLOCK, Goal(num_gpus=16, lengths=LENGTHS))
+    assert {layout.name for layout in found} == {"tp1x16", "tp2x8", "tp4x4", "tp8x2"}
+    assert "more than 8 ranks: sums over nodes take their network, which is not planned" in reasons
+
+
 @pytest.mark.parametrize("goal", [{}, {"per_user": 300.0}, {"time_to_first_token_s": 0.03}])
 def test_choices_meet_the_goal_and_the_best_has_the_most_of_those_that_do(
     found: list[Layout], goal: dict[str, float]
