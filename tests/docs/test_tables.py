@@ -8,7 +8,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from dflash_trt.cli.main import cli
+from dflash_trt.core.other_engines import field_of, hint_for
 from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.engine_dir.manifest import EngineManifest
 from dflash_trt.engine_dir.provenance import Provenance
 from plugins.aot.compile import DEFAULT_ARCHITECTURES
@@ -61,6 +64,19 @@ def test_a_key_that_is_not_documented_is_noticed() -> None:
 
 def documented_keys_of_all(page: Page) -> set[str]:
     return {key for model in MODELS for key in documented_keys(model, page)}
+
+
+@pytest.mark.parametrize("row", Page.read("docs/from_vllm.md").tables[0].rows, ids=lambda row: row[2])
+def test_options_of_other_engines_are_answered_with_ours(row: list[str]) -> None:
+    """What the table says of a foreign name is what a command or a class says, at the place in the last column."""
+    *foreign, ours = ([field_of(name) for name in re.findall(r"`([\w-]+)`", cell)] for cell in row[:-1])
+    for place in row[-1].strip("`").split(", "):
+        command = cli.commands.get(place)
+        known = [str(param.opts[-1]) for param in command.params] if command else [f.name for f in SAMPLING_FIELDS]
+        known = [field_of(name) for name in known] + ["no_prefix_caching"] * (place in ("run", "serve"))
+        assert ours[0] in known, f"{place} has no {ours[0]}"
+        for name in (name for names in foreign for name in names if name not in ours):
+            assert hint_for(name, known).startswith(f"Use {ours[0]}."), f"{place}: {name}"
 
 
 @pytest.mark.parametrize(("name", "table"), [(name, table) for name, of_page in tables().items() for table in of_page])
