@@ -43,6 +43,7 @@ class SideReport:
     speedup_by_round: tuple[float, ...]
     acceptance_length: float | None
     acceptance_length_interval: tuple[float, float] | None
+    acceptance_length_by_category: dict[str, float]
     specdec_bench_acceptance_length: float | None
     accepted_fraction_by_position: tuple[float, ...]
     num_equal_texts: int
@@ -57,12 +58,13 @@ def compare(
     config: RuntimeConfig,
     concurrency: int,
     num_rounds: int,
+    categories: Sequence[str | None] = (),
     progress: Callable[[str], None],
 ) -> list[SideReport]:
     """Run every prompt on every side, `num_rounds` times each, after one round that is not counted.
 
-    A side is opened for its turn alone, so that the others' idle threads cannot disturb it. Prefix caching is off:
-    nothing may be cheaper for having been asked before.
+    `categories` are those of the prompts. A side is opened for its turn alone, so that the others' idle threads cannot
+    disturb it. Prefix caching is off: nothing may be cheaper for having been asked before.
 
     Raises:
         ConfigError: an engine has no drafter, or another target than the first; or it cannot run with `config`.
@@ -82,7 +84,7 @@ def compare(
         for side in sides:
             side.run(prompts, sampling, concurrency, is_counted=round_index > 0)
             progress(f"round {round_index}: {side.algorithm or 'autoregressive'} {side.last_tok_per_s:.0f} tok/s")
-    return [side.report(sides[0]) for side in sides]
+    return [side.report(sides[0], categories) for side in sides]
 
 
 class _Side:
@@ -103,7 +105,7 @@ class _Side:
         if is_counted:
             self._tok_per_s.append(self.last_tok_per_s)
 
-    def report(self, first: "_Side") -> SideReport:
+    def report(self, first: "_Side", categories: Sequence[str | None]) -> SideReport:
         ratios = tuple(ours / theirs for ours, theirs in zip(self._tok_per_s, first._tok_per_s, strict=True))
         pairs = zip(self._outputs, first._outputs, strict=True)
         is_drafted = self.algorithm is not None
@@ -117,11 +119,20 @@ class _Side:
             speedup_by_round=ratios,
             acceptance_length=acceptance_length(self._outputs) if is_drafted else None,
             acceptance_length_interval=acceptance_length_interval(self._outputs) if is_drafted else None,
+            acceptance_length_by_category=self._by_category(categories) if is_drafted else {},
             specdec_bench_acceptance_length=specdec_bench_acceptance_length(self._outputs) if is_drafted else None,
             accepted_fraction_by_position=accepted_fractions(self._outputs) if is_drafted else (),
             num_equal_texts=sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
             distinct_4gram_fraction=statistics.fmean(distinct_fraction(output.token_ids) for output in self._outputs),
         )
+
+    def _by_category(self, categories: Sequence[str | None]) -> dict[str, float]:
+        outputs: dict[str, list[GenerationOutput]] = {}
+        for category, output in zip(categories, self._outputs, strict=False):
+            if category is not None:
+                outputs.setdefault(category, []).append(output)
+        lengths = {name: acceptance_length(outputs[name]) for name in sorted(outputs)}
+        return {name: length for name, length in lengths.items() if length is not None}
 
 
 def run_prompts(

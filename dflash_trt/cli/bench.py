@@ -19,7 +19,7 @@ from dflash_trt.cli.bench_options import (
     PER_CLIENT,
     ROUNDS,
     print_reports,
-    read_prompts,
+    read_rows,
 )
 from dflash_trt.cli.bench_serve import serve
 from dflash_trt.cli.help_text import examples
@@ -80,7 +80,8 @@ def speedup(
     """
     from dflash_trt.bench.speedup import compare
 
-    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    config, rows = runtime_from_options(runtime), read_rows(input_file)
+    prompts = [row.prompt for row in rows]
     measured = read_machine(machine)
     reports = compare(
         engine_dirs,
@@ -89,6 +90,7 @@ def speedup(
         config=config,
         concurrency=concurrency,
         num_rounds=rounds,
+        categories=[row.category for row in rows],
         progress=lambda line: click.echo(line, err=True),
     )
     at_hand, context_len = measured or measure_now(config), context_len_of(engine_dirs[0], prompts, max_new_tokens)
@@ -171,7 +173,7 @@ def throughput(
     """
     from dflash_trt.bench.throughput import best_lengths, compare_policies
 
-    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    config, prompts = runtime_from_options(runtime), [row.prompt for row in read_rows(input_file)]
     measured = read_machine(machine)
     reports = compare_policies(
         engine_dir,
@@ -238,10 +240,12 @@ def _drafts(report: "SideReport") -> list[str]:
     length, harness = ("none" if value is None else f"{value:.2f}" for value in lengths)
     ends = report.acceptance_length_interval
     interval = "" if ends is None else f" (95% interval over prompts: {ends[0]:.2f} to {ends[1]:.2f})"
+    by_category = ", ".join(f"{name} {value:.2f}" for name, value in report.acceptance_length_by_category.items())
     return [
         _name(report),
         f"  acceptance length {length} tokens per verify step, bonus included{interval}",
         f"  by specdec_bench {harness} tokens per step, the prefill's first token a step of 1, mean over requests",
+        *([f"  acceptance length by category: {by_category}"] if by_category else []),
         f"  accepted by draft position {rates}",
         f"  equal texts {report.num_equal_texts} of {report.num_prompts}",
         f"  distinct 4-grams {report.distinct_4gram_fraction:.2f} of all",

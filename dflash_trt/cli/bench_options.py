@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dflash_trt.cli.prompts import Defaults, read_jobs
+from dflash_trt.cli.prompts import Defaults, Job, read_jobs
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import NODES, PREFIX_TIERS
 from dflash_trt.demo import PROMPTS
 
 if TYPE_CHECKING:
     from dflash_trt.bench.roofline import Roofline
-    from dflash_trt.serving.prompts import Prompt
 
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
@@ -27,7 +26,7 @@ INPUT = click.option(
     type=click.Path(path_type=Path),
     default=PROMPTS,
     show_default="16 beginnings of Python functions, which the demo pair was not trained on",
-    help="JSONL prompts, as for `run`; other fields are ignored.",
+    help="JSONL prompts, as for `run`; sampling fields are ignored.",
 )
 LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Tokens to generate per prompt.")
 CONCURRENCY = click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
@@ -42,8 +41,8 @@ PER_CLIENT = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
-def read_prompts(input_file: Path) -> "Sequence[Prompt]":
-    return [job.prompt for job in read_jobs(input_file, Defaults(sampling=SamplingParams()))]
+def read_rows(input_file: Path) -> list[Job]:
+    return read_jobs(input_file, Defaults(sampling=SamplingParams()))
 
 
 def print_reports(

@@ -123,36 +123,33 @@ def _conversation(line: bytes) -> Conversation:
     """Raises RequestError."""
     from dflash_trt.bench.conversation import Conversation
 
-    category, is_by_turns, row = _as_row(line)
+    is_by_turns, row = _as_row(line)
     (job,) = rows_of_jsonl([row], Defaults(sampling=SamplingParams()))
     if isinstance(job, Refusal):
         raise RequestError(job.error)
     prompt = _fields(job)
     if "messages" not in prompt:
-        return Conversation(category=category, prompt=prompt.get("prompt", prompt.get("prompt_token_ids")))
+        return Conversation(category=job.category, prompt=prompt.get("prompt", prompt.get("prompt_token_ids")))
     messages = prompt["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise RequestError.about("messages", expected="a list of objects", found=repr(messages)[:80])
     kwargs = {KWARGS_FIELD: prompt[KWARGS_FIELD]} if KWARGS_FIELD in prompt else {}
     turns = _turns(messages) if is_by_turns else (tuple(messages),)
-    return Conversation(category=category, turns=turns, fields=kwargs)
+    return Conversation(category=job.category, turns=turns, fields=kwargs)
 
 
 def _fields(job: Job) -> Mapping[str, Any]:
     return job.prompt if isinstance(job.prompt, Mapping) else {"prompt": job.prompt}
 
 
-def _as_row(line: bytes) -> tuple[str | None, bool, bytes]:
-    """The category, whether the messages are turns of a user, and the rest as a row of `run`."""
+def _as_row(line: bytes) -> tuple[bool, bytes]:
+    """Whether the messages are turns of a user, and a row of `run`."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
-        return None, False, line  # which the reader of rows refuses, with its reason
+        return False, line  # which the reader of rows refuses, with its reason
     if not isinstance(fields, dict):
-        return None, False, line
-    category = fields.pop("category", None)
-    if category is not None and not isinstance(category, str):
-        raise RequestError.about("category", expected="text", found=repr(category))
+        return False, line
     is_speed_bench = "question_id" in fields
     if is_speed_bench:
         fields["id"] = fields.pop("question_id")
@@ -162,7 +159,7 @@ def _as_row(line: bytes) -> tuple[str | None, bool, bytes]:
         if _PLACEHOLDER in line.decode(errors="replace"):
             hint = "Prepare the data with specdec_bench's prepare_data.py."
             raise RequestError.about("SPEED-Bench", expected="filled prompts", found="placeholders", hint=hint)
-    return category, is_speed_bench, json.dumps(fields).encode()
+    return is_speed_bench, json.dumps(fields).encode()
 
 
 def _messages(turns: Any) -> list[dict[str, str]]:

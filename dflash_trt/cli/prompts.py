@@ -18,7 +18,7 @@ from dflash_trt.core.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_FIELD = "chat_template_kwargs"
-_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, *SAMPLING_NAMES)
+_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, "category", *SAMPLING_NAMES)
 
 MAX_LISTED_ROWS = 5  # in an error
 
@@ -27,11 +27,15 @@ RowId = str | int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """`prompt` is what LLM.generate takes: text, or one of PROMPT_FIELDS with its value."""
+    """`prompt` is what LLM.generate takes: text, or one of PROMPT_FIELDS with its value.
+
+    Measurements count each `category` apart; it asks for nothing.
+    """
 
     row_id: RowId
     prompt: str | Mapping[str, Any]
     sampling: SamplingParams
+    category: str | None = None
 
     @property
     def is_conversation(self) -> bool:
@@ -123,13 +127,16 @@ def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
         sampling = override(defaults.sampling, given)
     except RequestError as error:
         return Refusal(row_id=row_id, error=str(error))
-    return Job(row_id=row_id, prompt=prompt, sampling=sampling)
+    return Job(row_id=row_id, prompt=prompt, sampling=sampling, category=fields.get("category"))
 
 
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     for name in fields.keys() - set(_KNOWN_FIELDS):
         hint = hint_for(name, _KNOWN_FIELDS)
         yield f"field '{name}' is unknown. {hint}"
+    category = fields.get("category")
+    if category is not None and not isinstance(category, str):
+        yield problem("category", expected="text", found=repr(category))
     prompts = [name for name in PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:
         expected = f"exactly one of {', '.join(PROMPT_FIELDS)}"

@@ -88,6 +88,7 @@ def output_rows(row: InputRow, output: GenerationOutput | None) -> list[dict[str
 def _sample_row(row: Job, output: GenerationOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": row.row_id,
+        **({} if row.category is None else {"category": row.category}),
         "text": output.text,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,

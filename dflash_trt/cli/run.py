@@ -95,11 +95,11 @@ Emit = Callable[[int, GenerationOutput | None], None]
 def run(context: click.Context, /, **options: Any) -> None:
     """Generate text for one or many prompts, all of them together.
 
-    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
-    `chat_template_kwargs` for messages, and sampling fields that override the command line. They have the names of the
-    options from max_new_tokens on, except the lists `stop` and `stop_token_ids`. A row that cannot run gets
-    finish_reason "error" and its reason in `error`; the others go on, and the exit code is 3. A row with `n` samples
-    has as many results, with their `sample_index`.
+    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id` and
+    `category`, which its results have, too, `chat_template_kwargs` for messages, and sampling fields that override the
+    command line. They have the names of the options from max_new_tokens on, except the lists `stop` and
+    `stop_token_ids`. A row that cannot run gets finish_reason "error" and its reason in `error`; the others go on, and
+    the exit code is 3. A row with `n` samples has as many results, with their `sample_index`.
 
     Finished rows are kept in FILE.partial next to the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk, the same command with --resume runs the rows that have no result.

@@ -52,7 +52,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_zlab_drafter(root / "drafter.other", target_dir=other)
     built = run("build", "--target", other, "--drafter", root / "drafter.other", "-o", root / "another")
     assert built.exit_code == 0, built.output
-    rows = (json.dumps({"prompt": text}) + "\n" for text in ("def f():", "import os", "x = 1"))
+    texts = {"def f():": {}, "import os": {"category": "imports"}, "x = 1": {}}
+    rows = (json.dumps({"prompt": text} | fields) + "\n" for text, fields in texts.items())
     (root / "prompts.jsonl").write_text("".join(rows))
     return root
 
@@ -89,6 +90,7 @@ def test_the_table_has_a_line_for_each_side_and_k_holds_for_all(root: Path) -> N
     names = ["autoregressive", "eagle3, K = 2 (eagle3)", "dflash, K = 2 (dflash)"]
     assert [line.split("  ")[0] for line in lines[2:5]] == names
     assert lines.count("  equal texts 3 of 3") == 2
+    assert sum(line.startswith("  acceptance length by category: imports ") for line in lines) == 2
     floors = [line.partition(": floor of a step (2 x ") for line in lines[-3:]]
     assert [name for name, _, _ in floors] == names
     assert [found.partition("K = ")[2][0] for _, _, found in floors] == ["0", "2", "2"]
@@ -113,8 +115,10 @@ def test_a_side_is_compared_with_none_round_by_round_without_the_first(
         config=RuntimeConfig(device="cpu", draft_length=2),
         concurrency=5,
         num_rounds=3,
+        categories=["prose", None],
         progress=lambda line: None,
     )
+    assert plain.acceptance_length_by_category == {} and drafted.acceptance_length_by_category == {"prose": 2.5}
     assert (plain.algorithm, plain.num_draft_tokens, plain.output_tok_per_s, plain.speedup) == (None, 0, 20.0, 1.0)
     assert plain.acceptance_length is None and plain.num_equal_texts == plain.num_prompts == 2
     assert (drafted.algorithm, drafted.num_draft_tokens, drafted.output_tok_per_s) == ("dflash", 2, 30.0)
@@ -162,6 +166,7 @@ def test_the_text_says_each_number_with_its_unit(root: Path, monkeypatch: pytest
         speedup_by_round=(1.0, 1.0),
         acceptance_length=None,
         acceptance_length_interval=None,
+        acceptance_length_by_category={},
         specdec_bench_acceptance_length=None,
         accepted_fraction_by_position=(),
         num_equal_texts=3,
@@ -176,6 +181,7 @@ def test_the_text_says_each_number_with_its_unit(root: Path, monkeypatch: pytest
         speedup_by_round=(1.5, 2.5),
         acceptance_length=3.25,
         acceptance_length_interval=(3.0, 3.5),
+        acceptance_length_by_category={"math": 3.5, "prose": 3.0},
         specdec_bench_acceptance_length=3.125,
         accepted_fraction_by_position=(0.75, 0.5),
         num_equal_texts=2,
@@ -194,6 +200,7 @@ def test_the_text_says_each_number_with_its_unit(root: Path, monkeypatch: pytest
         "dflash, K = 2 (dflash)",
         "acceptance length 3.25 tokens per verify step, bonus included (95% interval over prompts: 3.00 to 3.50)",
         "by specdec_bench 3.12 tokens per step, the prefill's first token a step of 1, mean over requests",
+        "acceptance length by category: math 3.50, prose 3.00",
         "accepted by draft position 1: 0.75 2: 0.50",
         "equal texts 2 of 3",
         "distinct 4-grams 0.88 of all",

@@ -86,6 +86,7 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
         (b'{"messages": [], "chat_template_kwargs": null}', "chat_template_kwargs: expected an object, found None"),
         (b'{"messages": [], "chat_template_kwargs": {"chat_template": ""}}', "found chat_template, decided by the"),
         (b'{"prompt": "a", "id": 1.5}', "an id that is a string or an integer"),
+        (b'{"prompt": "a", "category": 5}', "category: expected text, found 5"),
         (b'{"prompt": "\\ud800"}', "expected valid Unicode text"),
         (b'{"prompt": "a", "id": "\\udfff"}', "expected valid Unicode text"),
     ],

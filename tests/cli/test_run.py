@@ -106,7 +106,7 @@ def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_pat
     source = _write_rows(
         tmp_path / "in.jsonl",
         {"prompt": "def f", "max_new_tokens": 30, "id": "long"},
-        {"prompt": "def f", "max_new_tokens": 2, "id": "short"},
+        {"prompt": "def f", "max_new_tokens": 2, "id": "short", "category": "code"},
         {"prompt_token_ids": [9, 8, 7]},
         {"prompt": "def f", "temperature": 1.0, "seed": 5},
     )
@@ -117,6 +117,7 @@ def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_pat
     assert result.stdout == ""
     rows = _rows(output.read_text())
     assert [(row["id"], row["num_output_tokens"]) for row in rows] == [("long", 30), ("short", 2), (3, 12), (4, 12)]
+    assert [row.get("category") for row in rows] == [None, "code", None, None]
     assert rows[0]["token_ids"][:2] == rows[1]["token_ids"]
     assert {entry.name for entry in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
     # Without an output file the same rows stand on stdout; with --json beside one, only the summary does.
