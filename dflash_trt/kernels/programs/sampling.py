@@ -106,7 +106,7 @@ SAMPLE_AND_ACCEPT: Final = Program(
             holds="L >= R * S",
             expected="{R * S} rows or more",
             found="{L}",
-            hint="Shapes stand in plugins/README.md.",
+            hint="Pass the rows of all tokens of each verify block.",
         ),
         Check(
             subject="row_masks",
