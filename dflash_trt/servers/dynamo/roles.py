@@ -51,8 +51,12 @@ class HandOver:
     min_tokens: int = 0
 
     def passed_on(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The whole answer of a prefill worker that leaves a short prompt to the decode worker."""
-        if self.role != "prefill" or len(request["token_ids"]) >= self.min_tokens:
+        """The whole answer of a prefill worker that leaves a prompt to the decode worker.
+
+        A short one, or one whose log probabilities are wanted: that is computed whole by the worker that answers.
+        """
+        is_scored = (request.get("output_options") or {}).get("prompt_logprobs") is not None
+        if self.role != "prefill" or not (is_scored or len(request["token_ids"]) < self.min_tokens):
             return None
         return {"token_ids": [0], "index": 0, "finish_reason": "length", **self._given()}
 

@@ -127,6 +127,8 @@ def test_a_prefill_worker_passes_short_prompts_on() -> None:
     given = hand_over.passed_on(short)
     assert given is not None and (given["finish_reason"], len(given["token_ids"])) == ("length", 1)
     assert given["disaggregated_params"] == {"engine": "ours"} and hand_over.passed_on(at_limit) is None
+    assert hand_over.passed_on(at_limit | {"output_options": {"logprobs": 1}}) is None
+    assert hand_over.passed_on(at_limit | {"output_options": {"prompt_logprobs": 0}}) == given
     assert HandOver("decode", SimpleNamespace(), 3).passed_on(short) is None  # type: ignore[arg-type]
 
 
