@@ -176,7 +176,7 @@ def _report(
             "price_per_million_tokens": cost,
         }
 
-    first = best[0]
+    first, shown = best[0], _distinct(best)
     lengths = first.layout.draft_lengths()
     return {
         "subject": Path(str(config.target)).name,
@@ -185,7 +185,7 @@ def _report(
         "goals": _goals(goal),
         "prompt_tokens": goal.lengths.num_prompt_tokens,
         "output_tokens": goal.lengths.num_output_tokens,
-        "choices": [row(choice) for choice in _distinct(best)],
+        "choices": [row(choice) for choice in shown],
         "draft_lengths": {str(size): length for size, length in lengths.items()},
         "commands": [command.of(first), _serve_command(first)],
         "sensitivity": [
@@ -195,7 +195,7 @@ def _report(
         ],
         "assumptions": [
             *assumptions_of(clock),
-            *([TRANSFER_NOTE] if any(choice.layout.num_prefill_workers for choice in best) else []),
+            *([TRANSFER_NOTE] if any(choice.layout.num_prefill_workers for choice in shown) else []),
         ],
     }
 

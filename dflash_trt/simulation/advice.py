@@ -35,12 +35,12 @@ _WORTH: Final = 1.02  # another K is named where it gives this much more
 _PREFILL_MIN_TOKENS: Final = 512  # as `serve --prefill-min-tokens`
 _MAX_BUSY: Final = 0.9  # part of the time that prefill workers compute, at most
 _MARGIN: Final = 1.1  # what prefill workers must gain to be the choice: no GPU has run them
-# Bytes per second of blocks of K/V between host and GPU (PCIe 5.0 with 16 lanes, nominal), and into files in memory and
-# out of them: threads of a worker on a large host, each as fast as one of an AMD EPYC (docs/simulation.md).
+# Bytes per second of blocks of K/V between host and GPU (PCIe 5.0: 16 lanes of 32 GT/s), and into files in memory and
+# out of them: threads of a worker on a large host, each as fast as one of an AMD EPYC (`scripts/block_rates.py`).
 _LINK_RATE: Final = 64e9
 _NUM_THREADS: Final = 8
-_WRITE_RATE: Final = _NUM_THREADS * 1.4e9
-_READ_RATE: Final = _NUM_THREADS * 2.4e9
+_WRITE_RATE: Final = _NUM_THREADS * 1.6e9
+_READ_RATE: Final = _NUM_THREADS * 2.1e9
 TRANSFER_NOTE: Final = (
     f"K/V go from prefill workers through files, which {_NUM_THREADS} threads of a worker write at "
     f"{_WRITE_RATE / 1e9:.1f} GB/s and read at {_READ_RATE / 1e9:.1f}"

@@ -102,6 +102,7 @@ NOT_RUN = {
 QUICKER = {
     "dflash-trt eval": ("--max-new-tokens", "4"),
     "python -m scripts.bench_steps": ("1",),
+    "python -m scripts.block_rates": ("--mebibytes", "1", "--rounds", "1"),
     "python scripts/bench_threads.py": ("--rounds", "1", "--max-new-tokens", "16"),
 }
 

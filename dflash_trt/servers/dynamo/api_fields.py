@@ -82,9 +82,9 @@ def read_api_request(path: str, body: Mapping[str, Any], *, has_tool_call_parser
     Raises:
         RequestError: names every field that nothing would read, and an `n` out of range.
     """
-    is_echo = path == COMPLETIONS and bool(body.get("echo"))
+    is_echo = path == COMPLETIONS and body.get("echo") is True
     problems = [*_problems(path, body), *_nvext_problems(body), *_part_problems(body)]
-    problems += echo_problems(body) if is_echo else []
+    problems += echo_problems(body) if path == COMPLETIONS else []
     raise_all(RequestError, "request", problems + ([] if has_tool_call_parser else _tool_problems(body)))
     annotated = {name: body[name] for name in ANNOTATED[path] if body.get(name) is not None} | _structured(body)
     labels = frozenset() if path == RESPONSES else LABELS  # a response says them again

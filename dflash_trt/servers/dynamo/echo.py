@@ -33,15 +33,16 @@ def tell_texts(engine_data: dict[str, Any], prompt_token_ids: Sequence[int], cod
 
 def echo_problems(body: Mapping[str, Any]) -> Iterator[str]:
     """What cannot be echoed."""
-    if not body.get("echo"):
+    echo = body.get("echo")
+    if echo is None or echo is False:
         return
     prompt = body.get("prompt")
     if body.get("stream"):
         yield problem("echo", expected="an answer that is not streamed", found="stream")
     if isinstance(prompt, list) and len(prompt) != 1 and any(isinstance(item, str | list) for item in prompt):
         yield problem("echo", expected="one prompt", found=f"a list of {len(prompt)}")
-    if body["echo"] is not True:
-        yield problem("echo", expected="true or false", found=shown(body["echo"]))
+    if echo is not True:
+        yield problem("echo", expected="true or false", found=shown(echo))
 
 
 def with_prompt(answer: Mapping[str, Any], *, keeps_prompt_logprobs: bool) -> dict[str, Any]:

@@ -132,7 +132,9 @@ def read_request(request: Mapping[str, Any], *, defaults: Mapping[str, Any], max
     most = {"max_new_tokens": max(1, max_seq_len - len(token_ids))}
     routing = request.get("routing") or {}
     annotated = _annotated(request)
-    reports_drafts = annotated.pop(REPORTS_DRAFTS, None) or False
+    reports_drafts = annotated.pop(REPORTS_DRAFTS, False)
+    if not isinstance(reports_drafts, bool):
+        raise RequestError.about(REPORTS_DRAFTS, expected="true or false", found=_shown(reports_drafts))
     return Order(
         prompt_token_ids=token_ids,
         sampling=SamplingParams(**(most | _known(defaults) | _sampling(request) | annotated)),

@@ -251,6 +251,7 @@ CHAT_PATH = "/v1/chat/completions"
         ("/v1/completions", {"echo": True, "stream": True}, "echo: expected an answer that is not streamed"),
         ("/v1/completions", {"echo": True, "prompt": ["x", "y"]}, "echo: expected one prompt, found a list of 2"),
         ("/v1/completions", {"echo": "yes"}, "echo: expected true or false, found 'yes'"),
+        ("/v1/completions", {"echo": 0}, "echo: expected true or false, found 0"),
         (CHAT_PATH, {"echo": True}, "echo: expected nothing, for this server does not implement it"),
         ("/v1/completions", {"n": 2, "seed": "x"}, "seed"),
         ("/v1/completions", {"prompt": "x" * 1001}, "at most 1000 bytes"),

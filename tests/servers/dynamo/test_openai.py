@@ -274,7 +274,8 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, offline, as_ids: 
     found = choice.logprobs
     assert choice.text == "".join(found.tokens) == text + expected.text
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(ids) + 2
-    assert [choice.text[start:].startswith(token) for start, token in zip(found.text_offset, found.tokens, strict=True)]
+    places = zip(found.text_offset, found.tokens, strict=True)
+    assert all(choice.text.startswith(token, start) for start, token in places) and found.text_offset[-1] > 0
     first, *others = expected.prompt_logprobs
     assert first is None and (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
     own, tops = found.token_logprobs[1 : len(ids)], found.top_logprobs[1 : len(ids)]

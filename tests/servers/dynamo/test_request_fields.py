@@ -174,6 +174,8 @@ def test_an_annotation_may_ask_for_drafts() -> None:
     assert not read().reports_drafts
     order = read(annotations=['dflash-trt:{"reports_drafts": true, "top_k": 5}'])
     assert order.reports_drafts and order.sampling.top_k == 5
+    with pytest.raises(RequestError, match="reports_drafts: expected true or false, found 1"):
+        read(annotations=['dflash-trt:{"reports_drafts": 1}'])
 
 
 def test_defaults_are_every_parameter_of_a_generation_config(tmp_path, monkeypatch) -> None:
