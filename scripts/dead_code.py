@@ -19,7 +19,6 @@ ALLOWED: Final = {
     "*_kernel": "launched by name, from the tables of grids",
     "__getattr__": "Python, for names that are imported when they are asked for",
     "num_snapshots_in_use": "observed by tests",
-    "num_waiting": "observed by tests",
     "num_window_pages_in_use": "observed by tests",
     "worker_process_ids": "observed by tests",
     "as_dict": "for users",

@@ -5,6 +5,7 @@ separate, so a request whose draft context was lost drafts wrong tokens. Drafts 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -401,6 +402,29 @@ class FakeExecutor:
         assert len(set(row.page_ids)) == len(row.page_ids), "a page appears twice"
         assert all(0 <= page_id < limits.num_pages for page_id in row.page_ids), "no such page"
         assert all(0 <= token < self.target.vocab_size for token in row.token_ids), "no such token"
+
+
+class FakeRanks:
+    """Implements StepExecutor for ranks with requests of their own: a FakeExecutor each, run together."""
+
+    has_queue = False
+    can_retry = False
+
+    def __init__(self, executors: list[FakeExecutor]) -> None:
+        self.executors = executors
+        self.limits, self.target = executors[0].limits, executors[0].target
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        plans = (plan, *plan.others)
+        rank_tokens = tuple(each.rows.total_tokens for each in plans)
+        assert all(each.rank_tokens == rank_tokens for each in plans), "a rank expects other rows than there are"
+        parts = [
+            executor.submit(each).result()
+            if each.rows.num_requests or len(each.page_copies)
+            else StepResult.of_no_rows()
+            for executor, each in zip(self.executors, plans, strict=True)
+        ]
+        return FinishedStep(lambda: replace(parts[0], others=tuple(parts[1:])))
 
 
 def next_allowed(token: int, allowed: Array) -> int:

@@ -29,7 +29,7 @@ _ALIGNMENT_BYTES = 256
 def check_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     """Assert what the scheduler guarantees."""
     rows = plan.rows
-    assert len(plan.page_copies) or rows.num_requests, "nothing to do"
+    assert len(plan.page_copies) or rows.num_requests or any(plan.rank_tokens), "nothing to do"
     assert rows.num_requests <= limits.max_batch_size
     assert rows.total_tokens == rows.num_tokens.sum() <= limits.max_num_tokens
     assert rows.num_draft_tokens <= limits.max_draft_len

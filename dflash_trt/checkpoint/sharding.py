@@ -76,6 +76,14 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
         problems.append(
             problem("mapping ep_size", expected="1, for no layer has experts", found=str(mapping.ep_size), hint=hint)
         )
+    if mapping.dp_size != 1 and not target.moes:
+        hint = "Serve replicas of an engine of one rank instead: `dflash-trt serve ENGINE --gpus ...`."
+        expected = "a target with experts, which all ranks share"
+        problems.append(problem("attention_dp", expected=expected, found="one without", hint=hint))
+    if mapping.dp_size != 1 and draft is not None and draft.moes:
+        hint = "Leave attention_dp out, or build with another drafter."
+        expected = "a drafter without experts, whose rows ranks would have to exchange in every pass"
+        problems.append(problem("attention_dp", expected=expected, found="one with experts", hint=hint))
     for name, length, may_copy in _lengths(target, draft):
         if length % mapping.tp_size and not (may_copy and mapping.tp_size % length == 0):
             expected = f"a divisor {'or a multiple ' if may_copy else ''}of {name} {length}"
@@ -92,8 +100,8 @@ def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:
             yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")
         if moe.intermediate_size % mapping.moe_tp_size:
             expected = f"tp_size / ep_size to divide an expert's intermediate_size {moe.intermediate_size}"
-            found = f"{mapping.tp_size} / {mapping.ep_size}"
-            hint = f"Set ep_size to {mapping.tp_size}: each rank then has whole experts."
+            found = f"{mapping.num_expert_ranks} / {mapping.ep_size}"
+            hint = f"Set ep_size to {mapping.num_expert_ranks}: each rank then has whole experts."
             yield problem("mapping", expected=expected, found=found, hint=hint)
 
 

@@ -106,6 +106,12 @@ class _BuildCommand(click.Command):
     "--ep-size", type=int, help=with_default("Groups of those ranks that have a part of the experts each.", "ep_size")
 )
 @click.option(
+    "--attention-dp",
+    is_flag=True,
+    default=None,
+    help="Each rank has requests of its own, and all ranks share the experts alone.",
+)
+@click.option(
     "--quantization",
     metavar="FORMAT",
     help=f"Weight format of target and drafter: {_FORMATS}.  [default: the checkpoints' format]",

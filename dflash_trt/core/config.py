@@ -44,6 +44,7 @@ class BuildConfig(Frozen):
     page_size: int = Field(default=32, ge=1, le=MAX_INT32)
     tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
     ep_size: int = Field(default=1, ge=1, le=1024)  # groups of ranks that have a part of the experts each
+    attention_dp: bool = False  # each rank has requests of its own, and all weights but those of experts
     quantization: QuantizationConfig | None = None
     plugin_library: str | None = None  # backend tensorrt, which needs it
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
@@ -72,6 +73,10 @@ class BuildConfig(Frozen):
             raise ValueError("collectives plugin needs backend tensorrt")
         if self.tp_size % self.ep_size:
             raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
+        if self.attention_dp and self.tp_size == 1:
+            raise ValueError("attention_dp needs several ranks: set tp_size to their number")
+        if self.attention_dp and self.backend != "torch":
+            raise ValueError(f"attention_dp needs backend torch; engines of {self.backend} divide attention")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "
@@ -82,7 +87,8 @@ class BuildConfig(Frozen):
     @property
     def mapping(self) -> Mapping:
         """That of rank 0."""
-        return Mapping(world_size=self.tp_size, tp_size=self.tp_size, ep_size=self.ep_size)
+        tp_size, dp_size = (1, self.tp_size) if self.attention_dp else (self.tp_size, 1)
+        return Mapping(world_size=self.tp_size, tp_size=tp_size, dp_size=dp_size, ep_size=self.ep_size)
 
     @property
     def drafter_checkpoint(self) -> str | None:

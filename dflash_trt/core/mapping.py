@@ -10,24 +10,27 @@ NumRanks = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Mapping(Frozen):
-    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are adjacent.
+    """world_size = tp_size * pp_size * dp_size; ranks of one tensor-parallel group are adjacent.
 
-    Each of `ep_size` groups of adjacent ranks has a part of the experts, whose rows and columns its `moe_tp_size` ranks
-    divide. Everything else is divided by `tp_size`.
+    Each of `dp_size` groups of ranks has requests of its own, and all weights but those of experts: TensorRT-LLM's
+    attention data parallelism. Experts are divided among all ranks: each of `ep_size` groups of adjacent ranks has a
+    part of them, whose rows and columns its `moe_tp_size` ranks divide. Everything else is divided by `tp_size`.
     """
 
     world_size: NumRanks = 1
     tp_size: NumRanks = 1
     pp_size: NumRanks = 1
+    dp_size: NumRanks = 1
     ep_size: NumRanks = 1
     rank: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.world_size != self.tp_size * self.pp_size:
-            raise ValueError(f"world_size {self.world_size} is not tp_size {self.tp_size} * pp_size {self.pp_size}")
-        if self.tp_size % self.ep_size:
-            raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}")
+        if self.world_size != self.tp_size * self.pp_size * self.dp_size:
+            sizes = f"tp_size {self.tp_size} * pp_size {self.pp_size} * dp_size {self.dp_size}"
+            raise ValueError(f"world_size {self.world_size} is not {sizes}")
+        if self.num_expert_ranks % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide the {self.num_expert_ranks} ranks of experts")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
         return self
@@ -45,13 +48,18 @@ class Mapping(Frozen):
         return self.rank % self.tp_size
 
     @property
+    def num_expert_ranks(self) -> int:
+        """Ranks that divide a layer's experts."""
+        return self.tp_size * self.dp_size
+
+    @property
     def moe_tp_size(self) -> int:
-        return self.tp_size // self.ep_size
+        return self.num_expert_ranks // self.ep_size
 
     @property
     def moe_tp_rank(self) -> int:
-        return self.tp_rank % self.moe_tp_size
+        return self.rank % self.moe_tp_size
 
     @property
     def ep_rank(self) -> int:
-        return self.tp_rank // self.moe_tp_size
+        return self.rank % self.num_expert_ranks // self.moe_tp_size

@@ -236,6 +236,9 @@ class StepPlan:
 
     Slots of `restores` are filled from snapshots before the step, slots of `saves` are copied to snapshots when it has
     succeeded; all of them have a row.
+
+    Where ranks have requests of their own (`Mapping.dp_size`), a step has a plan for each. Rank 0's has the others',
+    of ranks 1, 2, ...; all have `rank_tokens`, the numbers of tokens of all ranks.
     """
 
     rows: StepRows
@@ -248,6 +251,8 @@ class StepPlan:
     restores: StateCopies = NO_COPIES
     saves: StateCopies = NO_COPIES
     page_copies: PageCopies = NO_PAGE_COPIES
+    rank_tokens: tuple[int, ...] = ()
+    others: tuple[StepPlan, ...] = ()
 
     @property
     def has_logprobs(self) -> bool:
@@ -290,6 +295,7 @@ class StepResult:
     draft_confidence: Array | None = None  # float32 [R, K], of each draft if those before it are accepted
     top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens; zeros of who wants none
     prompt: PromptScores | None = None  # [M], [M, N]
+    others: tuple[StepResult, ...] = ()  # of StepPlan.others
 
     @classmethod
     def of_no_rows(cls) -> StepResult:

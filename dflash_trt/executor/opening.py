@@ -67,7 +67,6 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     if engine.manifest.backend == "tensorrt_llm":
         backend_of("tensorrt_llm").open(engine, config)  # refuses: it runs requests, not steps
     check_drafting(engine, config)
-    num_ranks = engine.manifest.pretrained_config.mapping.world_size
     check_nodes(engine, config)
     device = _resolved_device(engine, config.device)
     _check_plugin_library(engine, config.plugin_library)
@@ -91,13 +90,15 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     _check_snapshots(config, is_recurrent=is_recurrent)
     _check_host_cache(config, shares_prefixes=not is_recurrent or config.num_state_snapshots != 0)
     _check_disk_cache(config)
+    _check_attention_dp(engine, config, device)
     resolved: dict[str, object] = {
         "device": device,
         "overlap_scheduling": _overlaps(config, device),
-        "num_threads": default_num_threads(num_ranks // config.nnodes)
-        if config.num_threads is None
-        else config.num_threads,
+        "num_threads": config.num_threads,
     }
+    if config.num_threads is None:
+        num_ranks = engine.manifest.pretrained_config.mapping.world_size
+        resolved["num_threads"] = default_num_threads(num_ranks // config.nnodes)
     if config.use_drafter:
         most = max_draft_len(engine)
         usual = {1: most}
@@ -160,6 +161,19 @@ def _check_disk_cache(config: RuntimeConfig) -> None:
         if getattr(config, name) != RuntimeConfig.model_fields[name].default and getattr(config, other) is None:
             hint = "Files are read into host memory, and written from there." if name == "disk_cache_dir" else "Add it."
             raise SettingError(name, expected=f"{other} as well", found="none", hint=hint)
+
+
+def _check_attention_dp(engine: EngineDir, config: RuntimeConfig, device: Device) -> None:
+    """Raises SettingError for what ranks with requests of their own do not have."""
+    if engine.manifest.pretrained_config.mapping.dp_size == 1:
+        return
+    if config.disk_cache_dir is not None:
+        expected = "ranks that divide attention: a block on disk has the parts of all ranks"
+        hint = "Leave it out; host_cache_bytes works on every rank."
+        raise SettingError("disk_cache_dir", expected=expected, found="an engine of attention_dp", hint=hint)
+    if device == "cuda":
+        hint = 'Use device "cpu", or build the engine without attention_dp.'
+        raise SettingError("device", expected="a CPU, for an engine of attention_dp", found=device, hint=hint)
 
 
 def check_nodes(engine: EngineDir, config: RuntimeConfig) -> None:

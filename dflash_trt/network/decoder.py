@@ -138,6 +138,12 @@ def run_layers(
         yield hidden
 
 
+def share_experts(ops: Ops[T], weights: TargetWeights[T], no_rows: T) -> None:
+    """A step of ranks with requests of their own, on one that has no rows [0, H] in it."""
+    for layer in weights.layers:
+        layer.feed_forward.share(ops, no_rows)
+
+
 def last_of(outputs: Iterator[T]) -> T:
     """The last layer's output; no other is kept."""
     [output] = deque(outputs, maxlen=1)

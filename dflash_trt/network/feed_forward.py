@@ -15,6 +15,10 @@ class FeedForward(Protocol[T]):
         """[N, H], which `norm` norms -> [N, H], summed over the ranks."""
         ...
 
+    def share(self, ops: Ops[T], no_rows: T) -> None:
+        """The part in `run` of a rank without rows [0, H]: its experts, for the rows of other ranks."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp(Generic[T]):
@@ -26,6 +30,9 @@ class Mlp(Generic[T]):
 
     def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
         return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
+
+    def share(self, ops: Ops[T], no_rows: T) -> None:
+        """Every rank that has rows has the whole MLP."""
 
     def part(self, ops: Ops[T], x: T) -> T:
         """Normed [N, H] -> [N, H] of one rank: to be summed."""
@@ -45,14 +52,17 @@ class RoutedExperts(Generic[T]):
     def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
         return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
 
+    def share(self, ops: Ops[T], no_rows: T) -> None:
+        _through_experts(ops, no_rows, self.experts, self.spec)
+
     def part(self, ops: Ops[T], x: T) -> T:
         """See `Mlp.part`."""
         if self.shared is None:
-            return ops.moe(x, self.experts, self.spec)
+            return _through_experts(ops, x, self.experts, self.spec)
         shared = self.shared.part(ops, x)
         if self.shared_gate is not None:
             shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate))
-        return ops.add(ops.moe(x, self.experts, self.spec), shared)
+        return ops.add(_through_experts(ops, x, self.experts, self.spec), shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +81,18 @@ class NormedExperts(Generic[T]):
         shared = self.shared.run(ops, hidden, norm, eps)
         routed = ops.scale(ops.rms_norm(hidden, self.router_norm, eps), self.spec.router_input_scale)
         x = ops.rms_norm(hidden, self.experts_norm, eps)
-        chosen = ops.all_reduce(ops.moe(x, self.experts, self.spec, routed))
+        chosen = ops.all_reduce(_through_experts(ops, x, self.experts, self.spec, routed))
         normed = ops.rms_norm(shared, self.shared_post_norm, eps)
         return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
+
+    def share(self, ops: Ops[T], no_rows: T) -> None:
+        _through_experts(ops, no_rows, self.experts, self.spec, no_rows)
+
+
+def _through_experts(ops: Ops[T], x: T, experts: Experts[T], spec: Moe, routed: T | None = None) -> T:
+    """`Ops.moe` over the rows of all ranks that share the experts, whatever ranks they belong to."""
+    gathered = None if routed is None else ops.all_gather_rows(routed)
+    return ops.reduce_scatter_rows(ops.moe(ops.all_gather_rows(x), experts, spec, gathered))
 
 
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> FeedForward[T]:

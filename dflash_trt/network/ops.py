@@ -369,3 +369,11 @@ class Ops(Protocol[T]):
     def all_gather_vocab(self, logits: T) -> T:
         """Concatenate vocabulary shards along the last axis; logits itself on one rank."""
         ...
+
+    def all_gather_rows(self, x: T) -> T:
+        """[N, H] of this rank -> rows of all ranks that have requests of their own; x itself where none have."""
+        ...
+
+    def reduce_scatter_rows(self, x: T) -> T:
+        """Rows of `all_gather_rows`, summed over its ranks -> this rank's [N, H]."""
+        ...

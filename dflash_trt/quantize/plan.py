@@ -152,7 +152,7 @@ def sharding_problems(plan: QuantizationPlan, mapping: Mapping) -> list[str]:
     """Reasons why quantized layers cannot be sharded over these ranks: a block is never split."""
     problems = []
     for linear in plan.linears:
-        if linear.format is None or mapping.tp_size == 1:
+        if linear.format is None or mapping.world_size == 1:
             continue
         known, share = weight_format(linear.format), rank_shard(linear.spec, mapping)
         features = "input" if linear.spec.sharding == "columns" else "output"
@@ -163,9 +163,9 @@ def sharding_problems(plan: QuantizationPlan, mapping: Mapping) -> list[str]:
         wrong = [size for size, uncut in zip(sizes, whole, strict=True) if size % block and size != uncut]
         if wrong:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
-            experts = f", or set ep_size to {mapping.tp_size}" if linear.spec.num_experts else ""
+            experts = f", or set ep_size to {mapping.world_size}" if linear.spec.num_experts else ""
             expected = f"{features} features per rank in blocks of {block} for {linear.format}"
-            found = f"{wrong[0]} with tp_size {mapping.tp_size}"
+            found = f"{wrong[0]} with tp_size {mapping.world_size}"
             hint = f"Choose a smaller tp_size{experts}{override}."
             problems.append(problem(linear.name, expected=expected, found=found, hint=hint))
     return problems

@@ -80,7 +80,7 @@ def _quantized_shard(
     def cut(field: str, tensor: Tensor) -> Tensor:
         return shard(tensor, field_spec(linear.spec, known, field, tuple(tensor.shape)), mapping)
 
-    return engine_tensors(linear.name, quantized if mapping.tp_size == 1 else quantized.map_tensors(cut))
+    return engine_tensors(linear.name, quantized if mapping.world_size == 1 else quantized.map_tensors(cut))
 
 
 def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:

@@ -34,9 +34,13 @@ class Admission:
         may_preempt = self._config.preempts_for_priority
         return not may_preempt or sequence.request.priority <= running[-1].request.priority
 
+    def fits(self, sequence: Sequence) -> bool:
+        """True if there is room for a waiting request without preemption."""
+        return self._fits(sequence, self._request_pool.running, num_freed_pages=0)
+
     def make_room(self, sequence: Sequence) -> bool:
         """Preempt requests of lower priority if needed; return True if `sequence` fits now."""
-        if self._fits(sequence, self._request_pool.running, num_freed_pages=0):
+        if self.fits(sequence):
             return True
         if not self._config.preempts_for_priority:
             return False
@@ -46,7 +50,7 @@ class Admission:
         staying = self._request_pool.running[: len(self._request_pool.running) - len(lower)]
         if not lower or not self._fits(sequence, staying, num_freed_pages=self._num_own_pages(lower)):
             return False
-        while not self._fits(sequence, self._request_pool.running, num_freed_pages=0):
+        while not self.fits(sequence):
             self._request_pool.preempt(self._request_pool.running[-1])
         return True
 

@@ -86,7 +86,7 @@ class PlannedStep:
     @property
     def is_empty(self) -> bool:
         """There is nothing for an executor."""
-        return not self.planned.sequences and not len(self.plan.page_copies)
+        return not self.planned.sequences and not len(self.plan.page_copies) and not self.plan.others
 
 
 class StepPlanner:
@@ -100,7 +100,7 @@ class StepPlanner:
         self._limits = limits
         self._config = config
         self._policy = policy
-        self._admission = Admission(request_pool, limits, config)
+        self.admission = Admission(request_pool, limits, config)
         self._ngrams = NgramDrafts(request_pool.table) if config.ngram else None
         self._num_steps = 0
         self._last: PlannedRows | None = None
@@ -153,6 +153,11 @@ class StepPlanner:
             num_draft_tokens=num_draft_tokens,
             prompt_rows=scored,
         )
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that the next step's K is for."""
+        return len(self._decoding()) or self._num_starting
 
     def abandon(self, step: PlannedStep, previous: PlannedStep | None) -> None:
         """Take back a plan that did not run, the newest one; `previous` is uncommitted still."""
@@ -276,7 +281,7 @@ class StepPlanner:
         last, pool = self._last, self._request_pool
         if last is None or last.steady is None or last.version != pool.version or not last.steady.num_repeats:
             return None
-        return None if pool.waiting and not self._admission.is_full_for(next(iter(pool.waiting))) else last
+        return None if pool.waiting and not self.admission.is_full_for(next(iter(pool.waiting))) else last
 
     def _repeated(self, last: PlannedRows) -> PlannedStep | None:
         """The last step again; None if pages are short."""
@@ -329,8 +334,8 @@ class StepPlanner:
         """Admit waiting requests in order, while this step has places, pages and tokens for them."""
         budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
-            sequence = self._admission.next_waiting()
-            if sequence is None or not self._admission.make_room(sequence):
+            sequence = self.admission.next_waiting()
+            if sequence is None or not self.admission.make_room(sequence):
                 return
             self._request_pool.admit(sequence, now)
             budget -= int(self._table.num_pending(sequence.slot))

@@ -62,6 +62,18 @@ class RequestPool:
         self.waiting.add(sequence)
         self._by_id[sequence.request_id] = sequence
 
+    def adopt(self, sequence: Sequence) -> None:
+        """Take a waiting request that another pool has removed."""
+        self.waiting.put_back(sequence)
+        self._by_id[sequence.request_id] = sequence
+
+    def num_missing_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a waiting request has to compute; another sample of its prompt computes them for both."""
+        if sequence.request.shares_prompt_of in self._by_id:
+            return 1
+        path, _ = self._cached_prefix(sequence)
+        return len(sequence.token_ids) - len(path) * self.store.page_size
+
     def num_missing_pages(self, sequence: Sequence) -> int:
         """Number of available pages that admitting `sequence` would take."""
         path, _ = self._cached_prefix(sequence)

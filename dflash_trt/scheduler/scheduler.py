@@ -21,12 +21,11 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
-from dflash_trt.scheduler.prompt_logprobs import PromptLogprobs
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.slots import SlotTable
-from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
+from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts, acceptance_rates
 from dflash_trt.scheduler.stored_prefixes import StoredPrefixes
 
 _LOG = logging.getLogger(__name__)
@@ -66,10 +65,11 @@ class Scheduler:
         self._request_pool = RequestPool(store, table, windows, max_queue_len=self.config.max_queue_len)
         self._planner = StepPlanner(self._request_pool, limits, self.config, self._policy)
         self._planned: deque[PlannedStep] = deque()  # and uncommitted, the running one first
+        self._committed: CommittedStep | None = None  # whose events are not read
         self._ended: list[TokenEvent] = []  # for the next commit
         self._num_arrivals = 0
-        self._counts = StepCounts(limits.max_draft_len)
-        self._committer = Committer(self._request_pool, self._counts.num_finished)
+        self.counts = StepCounts(limits.max_draft_len)
+        self._committer = Committer(self._request_pool, self.counts.num_finished)
         self._now = 0.0
         self._stored: StoredPrefixes | None = None
         self.prompt_rate: float | None = None  # tokens of prompts per second, about
@@ -88,17 +88,32 @@ class Scheduler:
                 "request id", expected="a new one", found=f"{request.request_id!r}, in use", hint="Choose another."
             )
         check_fits(request, self.limits)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        sequence = Sequence(
-            request=request,
-            arrival_index=self._num_arrivals,
-            arrived_s=now,
-            max_len=min(num_prompt_tokens + request.sampling.max_new_tokens, max_len_of(self.limits)),
-            token_ids=list(request.prompt_token_ids),
-            prompt_logprobs=PromptLogprobs.of(request),
-        )
-        self._request_pool.enqueue(sequence)
+        self._request_pool.enqueue(Sequence.of(request, now, index=self._num_arrivals, max_len=max_len_of(self.limits)))
         self._num_arrivals += 1
+
+    def adopt(self, sequence: Sequence, now: float) -> None:
+        """Queue a request that waits nowhere: a new one of `check_fits`, or one that another scheduler gave up."""
+        self._now = now
+        self._request_pool.adopt(sequence)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Forget a waiting request, which another scheduler adopts."""
+        self._request_pool.remove(sequence)
+
+    def next_waiting(self) -> Sequence | None:
+        """The request that runs next, once there is room."""
+        return self._planner.admission.next_waiting()
+
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """True if a request could run in the next step, and preempt none."""
+        return self._planner.admission.fits(sequence)
+
+    def num_missing_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a request would have to compute here, without its cached prefix."""
+        return self._request_pool.num_missing_tokens(sequence)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._request_pool
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request now; None if there is no such request."""
@@ -164,6 +179,11 @@ class Scheduler:
         return len(self._request_pool.running)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests that the next step's K is chosen for."""
+        return self._planner.num_decoding
+
+    @property
     def num_waiting(self) -> int:
         return len(self._request_pool.waiting)
 
@@ -194,7 +214,7 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """A copy of the counts so far."""
-        request_pool, counts = self._request_pool, self._counts
+        request_pool, counts = self._request_pool, self.counts
         blocks = counts.blocks
         num_aside = sum(sequence.paused_s is None for sequence in request_pool.paused.values())
         num_blocks, num_accepted = int(blocks.sum()), int((blocks * np.arange(blocks.shape[1])).sum())
@@ -211,7 +231,7 @@ class Scheduler:
             num_draft_tokens=int((blocks.sum(1) * np.arange(1, len(blocks) + 1)).sum()),
             num_accepted_tokens=num_accepted,
             num_emitted_by_verify=num_accepted + num_blocks,
-            acceptance_by_position=counts.acceptance().rates(),
+            acceptance_by_position=acceptance_rates(blocks),
             num_preemptions=request_pool.num_preemptions,
             num_admitted_prompt_tokens=request_pool.num_admitted_prompt_tokens,
             num_prefix_hit_tokens=request_pool.num_prefix_hit_tokens,
@@ -269,10 +289,11 @@ class Scheduler:
     def commit(
         self, step: PlannedStep, result: StepResult | None, *, elapsed_s: float | None = None
     ) -> list[TokenEvent]:
-        """Commit the oldest planned step; return the events of `settle` and `events_of`."""
-        return self.events_of(self.settle(step, result), elapsed_s=elapsed_s)
+        """Commit the oldest planned step, and return its events: see `settle` and `events`."""
+        self.settle(step, result)
+        return self.events(elapsed_s=elapsed_s)
 
-    def settle(self, step: PlannedStep, result: StepResult | None) -> CommittedStep | None:
+    def settle(self, step: PlannedStep, result: StepResult | None) -> None:
         """Commit the oldest planned step as far as the next plan needs it; None is the result without rows.
 
         Rows of requests that have ended are ignored. A row that breaks the step contract ends its request with "error",
@@ -280,15 +301,17 @@ class Scheduler:
         """
         assert self._planned.popleft() is step, "steps are committed in the order in which they were planned"
         self._request_pool.store.host.settle(step.plan.page_copies)
-        return None if result is None or not step.sequences else self._committer.commit(step, result)
+        if result is not None and step.sequences:
+            self._committed = self._committer.commit(step, result)
 
-    def events_of(self, committed: CommittedStep | None, *, elapsed_s: float | None = None) -> list[TokenEvent]:
-        """Events of requests that ended while waiting, then the events of the step's rows in order."""
+    def events(self, *, elapsed_s: float | None = None) -> list[TokenEvent]:
+        """Events of requests that ended while waiting, then those of the rows of the step that `settle` committed."""
         events, self._ended = self._ended, []
+        committed, self._committed = self._committed, None
         if committed is None:
             return events
         events += self._committer.events(committed)
-        self._counts.add(committed)
+        self.counts.add(committed)
         self._note_prompt_rate(committed, elapsed_s)
         if isinstance(self._policy, BatchSizeDraftLength):
             return events  # nothing to learn
@@ -340,7 +363,7 @@ class Scheduler:
             return None
         sequence.finish_reason = reason
         self._request_pool.remove(sequence)
-        self._counts.num_finished[reason] += 1
+        self.counts.num_finished[reason] += 1
         return TokenEvent(
             request_id=request_id,
             token_ids=(),

@@ -1,6 +1,7 @@
 """One request in the scheduler, apart from what a running one has in its slot."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.constraint import TokenMatcher
@@ -46,6 +47,18 @@ class Sequence:
         )
         constraint = self.request.constraint
         self.matcher = None if constraint is None else constraint.start(self.request.stop_token_ids)
+
+    @classmethod
+    def of(cls, request: Request, now: float, *, index: int, max_len: int) -> Self:
+        """A new arrival; `max_len` is the engine's. Raises RequestError: see `LogitRules.of`."""
+        return cls(
+            request=request,
+            arrival_index=index,
+            arrived_s=now,
+            max_len=min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, max_len),
+            token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=PromptLogprobs.of(request),
+        )
 
     @property
     def request_id(self) -> str:

@@ -1,7 +1,8 @@
 """Counts of a scheduler, for export."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -65,6 +66,27 @@ class SchedulerStatistics:
         return self.num_prefix_hit_tokens / self.num_admitted_prompt_tokens
 
 
+def of_all_ranks(
+    parts: Sequence[SchedulerStatistics], counts: "Sequence[StepCounts]", num_steps: Counter[int]
+) -> SchedulerStatistics:
+    """Sums over ranks that have requests of their own; `num_steps` they ran together, by K."""
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in fields(SchedulerStatistics)
+        if isinstance(getattr(parts[0], field.name), int)
+    }
+    finished = Counter[FinishReason]()
+    for part in parts:
+        finished.update(part.num_finished)
+    joint = {
+        "num_finished": dict(finished),
+        "num_steps": num_steps.total(),
+        "num_steps_by_draft_length": dict(sorted(num_steps.items())),
+        "acceptance_by_position": acceptance_rates(np.sum([part.blocks for part in counts], axis=0)),
+    }
+    return SchedulerStatistics(**sums | joint)
+
+
 class StepCounts:
     """Running counts of committed steps."""
 
@@ -96,9 +118,11 @@ class StepCounts:
         blocks: Array = self._num_blocks.reshape(self._width, self._width)[1:]
         return blocks
 
-    def acceptance(self) -> AcceptanceCounts:
-        counts = AcceptanceCounts(self._width - 1)
-        for num_candidates, num_accepted in zip(*np.nonzero(self.blocks), strict=True):
-            weight = int(self.blocks[num_candidates, num_accepted])
-            counts.add(int(num_candidates) + 1, int(num_accepted), weight=weight)
-        return counts
+
+def acceptance_rates(blocks: Array) -> tuple[float | None, ...]:
+    """By position, of `StepCounts.blocks`."""
+    counts = AcceptanceCounts(len(blocks))
+    for num_candidates, num_accepted in zip(*np.nonzero(blocks), strict=True):
+        weight = int(blocks[num_candidates, num_accepted])
+        counts.add(int(num_candidates) + 1, int(num_accepted), weight=weight)
+    return counts.rates()

@@ -24,23 +24,13 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._sequences
 
-    @property
-    def is_full(self) -> bool:
-        return self._max_len is not None and len(self._sequences) >= self._max_len
-
     def add(self, sequence: Sequence) -> None:
         """Add a new arrival.
 
         Raises:
             QueueFullError: max_len requests are waiting.
         """
-        if self.is_full:
-            raise QueueFullError.about(
-                f"request {sequence.request_id!r}",
-                expected=f"fewer than {self._max_len} waiting requests",
-                found=str(len(self._sequences)),
-                hint="Try again later, or raise max_queue_len.",
-            )
+        check_queue(sequence, len(self._sequences), max_len=self._max_len)
         self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -57,6 +47,17 @@ class WaitingQueue:
     def expired(self, now: float) -> list[Sequence]:
         """Requests whose queue_timeout_s has passed before their first step."""
         return [sequence for sequence in self._timed if _is_expired(sequence, now)]
+
+
+def check_queue(sequence: Sequence, num_waiting: int, *, max_len: int | None) -> None:
+    """Raises QueueFullError: a new arrival is one too many."""
+    if max_len is not None and num_waiting >= max_len:
+        raise QueueFullError.about(
+            f"request {sequence.request_id!r}",
+            expected=f"fewer than {max_len} waiting requests",
+            found=str(num_waiting),
+            hint="Try again later, or raise max_queue_len.",
+        )
 
 
 def _is_expired(sequence: Sequence, now: float) -> bool:

@@ -20,6 +20,7 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
@@ -50,16 +51,17 @@ class EngineLoop:
     def __init__(
         self,
         executor: StepExecutor,
-        scheduler: Scheduler | None = None,
+        scheduler: StepScheduler | None = None,
         *,
         overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
         records_steps: bool = True,
         reopen: Callable[[], StepExecutor] | None = None,
     ) -> None:
-        self.limits: ExecutorLimits = executor.limits
+        self._executor_limits = executor.limits
         self._own_process = OwnProcess()
-        self._scheduler = scheduler or Scheduler(executor.limits)
+        self._scheduler: StepScheduler = scheduler or Scheduler(executor.limits)
+        self.limits: ExecutorLimits = self._scheduler.limits
         self._clock = clock
         self._records_steps = records_steps
         self._recorder = Recorder(clock())
@@ -181,15 +183,21 @@ class EngineLoop:
         return self._failure
 
     def keep_prefixes(
-        self, store: PrefixStore, *, root: bytes, place_bytes: PlaceBytes, publishes_all: bool = False
+        self,
+        scheduler: Scheduler,
+        store: PrefixStore,
+        *,
+        root: bytes,
+        place_bytes: PlaceBytes,
+        publishes_all: bool = False,
     ) -> None:
-        """Save cached prefixes that leave the device in a store, and take those of new requests from it.
+        """Save the scheduler's prefixes that leave the device in a store, and take those of new requests from it.
 
         `root` is a hash of what the store's blocks depend on; `place_bytes` is the executor's. `publishes_all` also
         saves what stays on the device, once it is computed.
         """
-        prefixes = self._scheduler.stored_prefixes(root, publishes_all=publishes_all)
-        self._transfers = PrefixTransfers(self._scheduler, prefixes, store, place_bytes=place_bytes, wake=self._wake)
+        prefixes = scheduler.stored_prefixes(root, publishes_all=publishes_all)
+        self._transfers = PrefixTransfers(scheduler, prefixes, store, place_bytes=place_bytes, wake=self._wake)
 
     def prefix_keys(self, token_ids: Sequence[int], *, salt: str) -> list[bytes]:
         """Keys of the blocks of a prompt in the store, from the first on; none without a store. In any thread."""
@@ -249,7 +257,7 @@ class EngineLoop:
             if self._reopen is None:
                 raise error
             executor = self._reopen()
-            if executor.limits != self.limits:
+            if executor.limits != self._executor_limits:
                 raise DeviceLostError(f"{error}; opened again, its limits are {executor.limits}")
             self._runner = self._make_runner(executor)
         except Exception as failure:  # noqa: BLE001 - whatever a broken device raises

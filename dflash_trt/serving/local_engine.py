@@ -15,8 +15,10 @@ from dflash_trt.core.garbage import paused_collection
 from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.data_parallel import DataParallelScheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prefix_directory import PrefixDirectory
 
@@ -33,7 +35,7 @@ class LocalEngine(EngineLoop):
         self,
         executor: EngineExecutor,
         config: RuntimeConfig,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         *,
         open_executor: Callable[[], EngineExecutor],
     ) -> None:
@@ -111,15 +113,23 @@ def _open(
     executor = open_one()
     with ExitStack() as stack:  # until everything is well
         stack.callback(executor.close)
-        scheduler = Scheduler(executor.limits, scheduler_config, policy)
+        dp_size = engine.manifest.pretrained_config.mapping.dp_size
+        scheduler: StepScheduler = (
+            Scheduler(executor.limits, scheduler_config, policy)
+            if dp_size == 1
+            else DataParallelScheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
+        )
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
         if config.disk_cache_dir is not None:
-            _keep_on_disk(local, engine, config, executor)
+            assert isinstance(scheduler, Scheduler), "refused by `resolved_config`"
+            _keep_on_disk(local, scheduler, engine, config, executor)
         stack.pop_all()
     return local
 
 
-def _keep_on_disk(local: LocalEngine, engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor) -> None:
+def _keep_on_disk(
+    local: LocalEngine, scheduler: Scheduler, engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor
+) -> None:
     """Files are for this engine, and for whatever else decides what a page holds."""
     assert config.disk_cache_dir is not None
     manifest = engine.with_draft_window(config.draft_window).manifest
@@ -128,7 +138,9 @@ def _keep_on_disk(local: LocalEngine, engine: EngineDir, config: RuntimeConfig, 
     directory = Path(config.disk_cache_dir)
     local.prefix_root = root.hex()[:16]
     store = PrefixDirectory.open(directory, name=local.prefix_root, max_bytes=config.disk_cache_bytes)
-    local.keep_prefixes(store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts)
+    local.keep_prefixes(
+        scheduler, store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts
+    )
 
 
 def _policy(config: RuntimeConfig) -> DraftLengthPolicy:

@@ -17,7 +17,7 @@ from dflash_trt.core.step_plan import PageCopyError, StepExecutor, StepHandle, S
 from dflash_trt.executor.bisection import run_with_bisection
 from dflash_trt.executor.stream import StepStream
 from dflash_trt.scheduler.planner import PlannedStep
-from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.step_scheduler import StepScheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class StepRunner:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: StepExecutor,
         *,
         is_chained: bool,
@@ -105,8 +105,7 @@ class StepRunner:
             self._recover(step, error)
             return True
         with self._lock:
-            committed = self._scheduler.settle(step, result)
-            events = self._scheduler.events_of(committed, elapsed_s=handle.elapsed_s)
+            events = self._scheduler.commit(step, result, elapsed_s=handle.elapsed_s)
             self._deliver(StepReport(events=events, elapsed_s=handle.elapsed_s))
         return True
 
@@ -126,9 +125,9 @@ class StepRunner:
             self._recover(step, error)
             return True
         with self._lock:
-            committed = self._scheduler.settle(step, result)
+            self._scheduler.settle(step, result)
             self._submit_next()
-            events = self._scheduler.events_of(committed, elapsed_s=handle.elapsed_s)
+            events = self._scheduler.events(elapsed_s=handle.elapsed_s)
             self._deliver(StepReport(events=events, elapsed_s=handle.elapsed_s))
         return True
 

@@ -376,6 +376,7 @@ BUILT = BuildConfig(
     page_size=4,
     tp_size=2,
     ep_size=2,
+    attention_dp=True,
     quantization=QUANTIZATION,
     compile_for=("sm_90a", "sm_103a"),
 )
@@ -385,7 +386,7 @@ BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16",
 
 def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
     builder = recorded(monkeypatch, "dflash_trt.compile.build", "build_engine")
-    words = ["build", *BUILD, *KERNELS, "--tp-size", "2", "--ep-size", "2", "-o", "out"]
+    words = ["build", *BUILD, *KERNELS, "--tp-size", "2", "--ep-size", "2", "--attention-dp", "-o", "out"]
     for more, overwrite in (([], False), (["--overwrite"], True)):
         assert invoke(*words, *more).stderr == "error: recorded\n"
         for callback in ("progress", "on_plan", "warn"):
@@ -424,7 +425,7 @@ def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_run
 
 
 def test_no_option_of_build_is_left_out_here() -> None:
-    ranks = ["--tp-size", "2", "--ep-size", "2"]
+    ranks = ["--tp-size", "2", "--ep-size", "2", "--attention-dp"]
     cases = ([*BUILD, *KERNELS, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
     fields = BuildConfig(target="default")
@@ -441,7 +442,7 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
     import_module("dflash_trt.plan.remedies")  # before the recorder is there, or it would keep it
     monkeypatch.setattr("dflash_trt.checkpoint.specs.with_draft_window", lambda pair, window: (pair, window))
     planner = recorded(monkeypatch, "dflash_trt.plan.planning", "plan_engine")
-    ranks = ["--tp-size", "2", "--ep-size", "2"]
+    ranks = ["--tp-size", "2", "--ep-size", "2", "--attention-dp"]
     pair = ((Path.cwd() / "t", Path.cwd() / "d"), {"drafter_overrides": BUILT.drafter_overrides})
     assert invoke("plan", *BUILD, *ranks, "--gpu", "b300").stderr == "error: recorded\n"
     assert planner.arguments == {

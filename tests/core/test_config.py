@@ -38,6 +38,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "page_size": 32,
         "tp_size": 1,
         "ep_size": 1,
+        "attention_dp": False,
         "quantization": None,
         "plugin_library": None,
         "collectives": "native",
@@ -45,6 +46,8 @@ def test_the_defaults_are_those_of_the_documents() -> None:
     }
     assert config.mapping == Mapping()
     assert BuildConfig(target="t", tp_size=4, ep_size=2).mapping == Mapping(world_size=4, tp_size=4, ep_size=2)
+    own = BuildConfig(target="t", tp_size=4, ep_size=2, attention_dp=True).mapping
+    assert own == Mapping(world_size=4, dp_size=4, ep_size=2)
     assert BuildConfig(target="t", drafter="none").drafter is None
 
 
@@ -68,6 +71,11 @@ def test_a_size_may_reach_its_bounds_and_no_further(name: str, bounds: tuple[int
         ({"dtype": "float16"}, "dtype float16 needs backend tensorrt or tensorrt_llm"),
         ({"collectives": "plugin"}, "collectives plugin needs backend tensorrt"),
         ({"tp_size": 4, "ep_size": 3}, "ep_size 3 does not divide tp_size 4"),
+        ({"attention_dp": True}, "attention_dp needs several ranks: set tp_size to their number"),
+        (
+            {"attention_dp": True, "tp_size": 2, "backend": "tensorrt"},
+            "attention_dp needs backend torch; engines of tensorrt divide attention",
+        ),
         ({"max_num_tokens": 7, "max_batch_size": 8}, "max_num_tokens 7 is less than max_batch_size 8"),
         ({"max_batchsize": 7}, "key 'max_batchsize' is unknown. Did you mean 'max_batch_size'?"),
         ({"quantization": {"targets": "fp8"}}, "key 'quantization.targets' is unknown. Did you mean 'target'?"),
@@ -94,6 +102,7 @@ def test_what_cannot_be_built_is_refused(fields: dict[str, Any], said: str) -> N
         {"collectives": "plugin", "backend": "tensorrt"},
         {"max_num_tokens": 8, "max_batch_size": 8},
         {"tp_size": 4, "ep_size": 4},
+        {"tp_size": 2, "attention_dp": True},
     ],
 )
 def test_their_neighbours_are_accepted(fields: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ class Ranks:
     def __init__(self, devices: tuple[Device, Device]) -> None:
         self.devices = devices
         workers = RankWorkers()
-        options: Any = SimpleNamespace(num_local_ranks=2, config=SimpleNamespace(device="cpu"))
+        options: Any = SimpleNamespace(num_local_ranks=2, has_own_requests=False, config=SimpleNamespace(device="cpu"))
         workers.start(OpenShard(engine_dir="", rank=1, options=options))
         assert [workers.receive(WAIT_S) for _ in range(2)] == [[Awake()], [Opened()]]
         workers.at_end.append(devices[0].close)

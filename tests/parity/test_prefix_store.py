@@ -26,11 +26,12 @@ class Served:
     """An engine that keeps its prefixes in a directory, or in its pages alone."""
 
     def __init__(self, executor: AnyExecutor, directory: Path | None, *, publishes_all: bool = False) -> None:
-        self.loop = EngineLoop(executor, Scheduler(executor.limits))
+        scheduler = Scheduler(executor.limits)
+        self.loop = EngineLoop(executor, scheduler)
         self.store = None if directory is None else PrefixDirectory(directory, name="pair", max_bytes=1 << 26)
         if self.store is not None:
             self.loop.keep_prefixes(
-                self.store, root=b"pair", place_bytes=executor.place_bytes, publishes_all=publishes_all
+                scheduler, self.store, root=b"pair", place_bytes=executor.place_bytes, publishes_all=publishes_all
             )
 
     def text(self, index: int, prompt: list[int], *, num_new: int = NUM_NEW, salt: str = "") -> GenerationOutput:

@@ -9,10 +9,11 @@ from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import Request, SamplingParams, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.data_parallel import DataParallelScheduler
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
-from tests.fake_executor import DraftRule, FakeExecutor, always_right
+from tests.fake_executor import DraftRule, FakeExecutor, FakeRanks, always_right
 from tests.scheduler.toy_constraint import constrained_tokens
 
 
@@ -58,7 +59,7 @@ def make_request(
 class Driver:
     """Runs steps and collects events. `plan_ahead` plans step n+1 before it commits step n."""
 
-    def __init__(self, scheduler: Scheduler, executor: FakeExecutor) -> None:
+    def __init__(self, scheduler: Scheduler | DataParallelScheduler, executor: FakeExecutor | FakeRanks) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.events: list[TokenEvent] = []
@@ -142,11 +143,11 @@ class Driver:
 
     def _commit(self, *, plans_next: bool = False) -> list[TokenEvent]:
         step, handle = self._planned.pop(0)
-        committed = self.scheduler.settle(step, None if handle is None else handle.result())
+        self.scheduler.settle(step, None if handle is None else handle.result())
         self.scheduler.check_integrity()
         if plans_next and self.scheduler.has_work:
             self._submit()
-        events = self.scheduler.events_of(committed)
+        events = self.scheduler.events()
         self.scheduler.check_integrity()
         self._take(events)
         return events
@@ -170,7 +171,7 @@ def max_num_emitted(limits: ExecutorLimits, request: Request) -> int:
     return min(request.sampling.max_new_tokens, room)
 
 
-def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
+def expected_tokens(executor: FakeExecutor | FakeRanks, request: Request) -> list[int]:
     """What the request emits when it runs alone, one token at a time."""
     num_tokens = max_num_emitted(executor.limits, request)
     rules, sampling = LogitRules.of(request), scheduled_sampling(request)

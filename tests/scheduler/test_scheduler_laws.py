@@ -13,11 +13,12 @@ from dflash_trt.core.array import Array
 from dflash_trt.core.errors import QueueFullError
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.scheduler import ngram_index
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
-from tests.fake_executor import FakeExecutor, right_with_probability
+from tests.fake_executor import DraftRule, FakeExecutor, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
 from tests.scheduler.toy_constraint import ToyConstraint
 
@@ -28,6 +29,7 @@ HOW_TO_LEAVE = st.sampled_from(["not at all", "cancel", "preempt", "preempt and 
 class AnyK(DraftLengthPolicy):
     """A draft length policy that the test turns. With a budget, a row in turn verifies one draft more than the last."""
 
+    lengths = tuple(range(6))
     has_budget = False
 
     def __init__(self) -> None:
@@ -106,12 +108,15 @@ class ServingMachine(RuleBasedStateMachine):
         )
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(ngram_index, "MIN_MATCH", min_match)  # short, for the target never copies
-        executor = FakeExecutor(limits, vocab_size=11, draft_rule=right_with_probability(right))
-        self.driver = Driver(Scheduler(limits, config, self.policy), executor)
+        self.driver = self._driver(limits, config, right_with_probability(right))
         self.is_ahead = is_ahead
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
+
+    def _driver(self, limits: ExecutorLimits, config: SchedulerConfig, draft_rule: DraftRule) -> Driver:
+        executor = FakeExecutor(limits, vocab_size=11, draft_rule=draft_rule)
+        return Driver(Scheduler(limits, config, self.policy), executor)
 
     @rule(
         shared=st.integers(0, 2),
@@ -249,9 +254,10 @@ class ServingMachine(RuleBasedStateMachine):
                 accepted[position] += position < event.num_accepted
         rates = tuple(a / r if r else None for a, r in zip(accepted, reached, strict=True))
         assert counts.acceptance_by_position == rates
-        assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"
-        assert self.driver.scheduler.num_window_pages_in_use == 0, "pages of windows leaked"
-        assert self.driver.scheduler.num_snapshots_in_use == 0, "snapshots leaked"
+        for scheduler in getattr(self.driver.scheduler, "ranks", [self.driver.scheduler]):
+            assert scheduler.num_pages_in_use == 0, "pages leaked"
+            assert scheduler.num_window_pages_in_use == 0, "pages of windows leaked"
+            assert scheduler.num_snapshots_in_use == 0, "snapshots leaked"
 
 
 TestServing = ServingMachine.TestCase

@@ -101,7 +101,7 @@ class TorchGpuExecutor:
 
         Raises ConfigError if the engine is too large for the kernels.
         """
-        assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
+        assert ranks.num_ranks == network.mapping.world_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         self.page_plan = page_plan

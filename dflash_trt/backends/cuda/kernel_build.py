@@ -9,7 +9,7 @@ compiles on a GPU as well (`TorchGpuExecutor.compile_kernels`).
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,6 +92,9 @@ class _OneOfRanks:
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x), x.shape[1] * self.num_ranks)
+
+    def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        return x.new_empty(sum(num_rows), x.shape[1])
 
     def smallest(self, number: int) -> int:
         return number

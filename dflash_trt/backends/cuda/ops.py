@@ -361,6 +361,12 @@ class TorchGpuOps(DrafterOps):
     def all_gather_vocab(self, logits: Value) -> Tensor:
         return self._ranks.all_gather_columns(tensor_of(logits))
 
+    def all_gather_rows(self, x: Value) -> Value:
+        return x  # `resolved_config` refuses ranks with requests of their own
+
+    def reduce_scatter_rows(self, x: Value) -> Value:
+        return x
+
 
 @cached
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -282,6 +282,12 @@ class TrtOps(DrafterOps, LatentOps):
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)
 
+    def all_gather_rows(self, x: ITensor) -> ITensor:
+        return x  # `BuildConfig` refuses ranks with requests of their own
+
+    def reduce_scatter_rows(self, x: ITensor) -> ITensor:
+        return x
+
     def all_gather_vocab(self, logits: ITensor) -> ITensor:
         if self._collectives is None:
             return logits

@@ -34,11 +34,13 @@ from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import FinishedStep, PageCopies, PageCopyError, StepPlan, StepResult, TokenMasks
+from dflash_trt.network.decoder import share_experts
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
-# For ops that are given other rows.
 _ANY_BATCH: Final = StepBatch(
     requests=(
         ScheduledRequest(
@@ -84,8 +85,10 @@ class TorchExecutor:
         `ranks` have the other shards of the network; all run the same steps. With `has_confidence`, drafts come with
         one. `kernels` compute what they can.
         """
-        assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
-        self._ranks = ranks
+        assert ranks.num_ranks == network.mapping.world_size, "a shard of a network needs all of its ranks"
+        self._ranks, self._shared = ranks, None
+        if network.mapping.dp_size > 1:
+            self._ranks, self._shared = ONE_RANK, partial(SharedRows, ranks=ranks, is_in_order=is_deterministic)
         self.page_plan = page_plan
         self.network = prepared(network, kernels, on_read=on_read)
         self.limits = limits_of(
@@ -97,7 +100,7 @@ class TorchExecutor:
             has_confidence=has_confidence,
         )
         num_positions = self.limits.max_positions + self.limits.max_draft_len + 1  # a draft block reaches further
-        dtype = activation_dtype(network)
+        self._dtype = dtype = activation_dtype(network)
         self._rope_tables = {
             rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
         }
@@ -117,7 +120,7 @@ class TorchExecutor:
         )
         self._snapshots = SlotSnapshots(self._state.slots, first_slot=max_batch_size + 1)
         self._host_memory = HostMemory(
-            self._state.paged, self.limits, slots=self._state.slots, is_shared=ranks.num_ranks > 1
+            self._state.paged, self.limits, slots=self._state.slots, is_shared=self._ranks.num_ranks > 1
         )
         self._context = deferred_context(
             self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
@@ -166,13 +169,21 @@ class TorchExecutor:
         check_plan(plan, self.limits)
         self._copy_pages(plan.page_copies)
         if not plan.rows.num_requests:
+            if any(plan.rank_tokens):
+                no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype)
+                share_experts(self._ops_of_no_step(plan.rank_tokens), self.network.target_weights, no_rows)
             return StepResult.of_no_rows()
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
         self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
         slot_ids = torch.from_numpy(plan.rows.slot_ids)
         ops = self._ops(
-            inputs, num_draft_tokens=plan.rows.num_draft_tokens, adjust=adjust, masks=plan.masks, slot_ids=slot_ids
+            inputs,
+            num_draft_tokens=plan.rows.num_draft_tokens,
+            adjust=adjust,
+            masks=plan.masks,
+            slot_ids=slot_ids,
+            rank_tokens=plan.rank_tokens,
         )
         network = self.network if self._context is None else replace(self.network, drafter=self._context)
         outputs = run_step(
@@ -190,19 +201,23 @@ class TorchExecutor:
             return
         try:
             if self._context is not None:
-                self._context.before_copies(self._ops(step_inputs(_ANY_BATCH), num_draft_tokens=0), copies, self._state)
+                self._context.before_copies(self._ops_of_no_step(), copies, self._state)
             self._host_memory.copy(copies)
         except Exception as error:
             raise PageCopyError(f"{type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
-        """The target's logits after every token of one sequence: for measuring, on an idle executor."""
+        """The target's logits after every token of one sequence: for measuring, on an idle executor.
+
+        All ranks compute them, with copies of the rows where they have requests of their own.
+        """
         assert 0 < len(token_ids) <= self.limits.max_seq_len
         logits = []
         for batch in sequence_batches(token_ids, self.limits):
             inputs = step_inputs(batch, page_windows=self.limits.page_windows)
-            logits.append(sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state))
+            ops = self._ops(inputs, num_draft_tokens=0, rank_tokens=(batch.num_tokens,) * self.network.mapping.dp_size)
+            logits.append(sequence_logits(ops, self.network, inputs, self._state))
         return torch.cat(logits)
 
     def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
@@ -219,6 +234,11 @@ class TorchExecutor:
         for name in ("network", "_context", "_state", "_snapshots", "_host_memory"):
             vars(self).pop(name, None)
 
+    def _ops_of_no_step(self, rank_tokens: tuple[int, ...] = ()) -> TorchOps:
+        """Ops that are given other rows than the step's own."""
+        inputs = step_inputs(_ANY_BATCH, page_windows=self.limits.page_windows)
+        return self._ops(inputs, num_draft_tokens=0, rank_tokens=rank_tokens)
+
     def _ops(
         self,
         inputs: StepInputs[Tensor],
@@ -227,6 +247,7 @@ class TorchExecutor:
         adjust: AdjustScores | None = None,
         masks: TokenMasks | None = None,
         slot_ids: Tensor | None = None,
+        rank_tokens: tuple[int, ...] = (),
     ) -> TorchOps:
         return self._make_ops(
             inputs,
@@ -234,6 +255,7 @@ class TorchExecutor:
             page_size=self.limits.page_size,
             num_draft_tokens=num_draft_tokens,
             ranks=self._ranks,
+            shared_rows=None if self._shared is None else self._shared(num_rows=rank_tokens),
             adjust=adjust,
             masks=masks,
             slot_ids=slot_ids,

@@ -27,6 +27,7 @@ from dflash_trt.backends.torch.paged_rows import previous_rows, read_rows
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
 from dflash_trt.backends.torch.scores import Scores
+from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa, QueryTemperature
@@ -95,6 +96,7 @@ class TorchOps:
         page_size: int,
         num_draft_tokens: int,
         ranks: RankGroup = ONE_RANK,
+        shared_rows: SharedRows | None = None,
         adjust: AdjustScores | None = None,
         masks: TokenMasks | None = None,
         slot_ids: Tensor | None = None,  # int64 [R]; None if request r has slot r
@@ -102,6 +104,7 @@ class TorchOps:
         has_confidence: bool = False,  # of drafts
     ) -> None:
         self._ranks = ranks
+        self._shared_rows = shared_rows
         self._adjust = adjust
         self._slot_ids = torch.arange(len(inputs.context_lens)) if slot_ids is None else slot_ids
         self._rope_tables = rope_tables
@@ -412,3 +415,9 @@ class TorchOps:
 
     def all_gather_vocab(self, logits: Tensor) -> Tensor:
         return self._ranks.all_gather_columns(logits)
+
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        return x if self._shared_rows is None else self._shared_rows.all_gather(x)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(x)

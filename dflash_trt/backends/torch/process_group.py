@@ -1,10 +1,10 @@
-"""Collectives of tensor-parallel ranks, over `torch.distributed`: sums and vocabulary shards.
+"""Collectives of ranks, over `torch.distributed`: sums, vocabulary shards, and rows for experts that all ranks share.
 
 Every rank makes the same calls in the same order and gets the same bits.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +49,10 @@ class RankGroup(Protocol):
         """[N, C] of each rank -> [N, ranks * C], rank 0's first."""
         ...
 
+    def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """`num_rows[r]` rows of each rank r, [n, C] -> [sum, C], rank 0's first."""
+        ...
+
     def smallest(self, number: int) -> int:
         """Minimum over the ranks' numbers."""
         ...
@@ -67,6 +71,9 @@ class OneRank:
         return x
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
         return x
 
     def smallest(self, number: int) -> int:
@@ -145,6 +152,14 @@ class ProcessRanks:
         self._exchange(self._group._allgather_base, gathered, x.contiguous())
         by_rank = gathered.view(self.num_ranks, num_rows, num_columns)
         return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks next to each other
+
+    def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        most = max(num_rows)
+        padded = x if len(x) == most else torch.cat((x, x.new_zeros(most - len(x), x.shape[1])))
+        gathered = x.new_empty(self.num_ranks * most, x.shape[1])
+        self._exchange(self._group._allgather_base, gathered, padded.contiguous())
+        parts = zip(gathered.chunk(self.num_ranks), num_rows, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
 
     def smallest(self, number: int) -> int:
         tensor = torch.tensor([number], device=self.device)

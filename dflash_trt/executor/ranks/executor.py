@@ -30,11 +30,11 @@ from dflash_trt.executor.ranks.messages import (
     GoOn,
     Opened,
     OpenShard,
-    Order,
     Raised,
     Ran,
     RankGoneError,
     Report,
+    Returned,
     RunLogits,
     RunStep,
 )
@@ -117,7 +117,10 @@ class RankedExecutor:
         check_plan(plan, self.limits)
         order = RunStep.after(self._sent_rows, plan)
         self._sent_rows = plan.rows
-        start = partial(self._start, order, lambda: self._local.submit(plan))
+
+        def start() -> StepHandle:
+            return self._start(lambda: self._workers.send(order), lambda: self._local.submit(plan))
+
         if self.has_queue:
             return _QueuedStep(start(), partial(self._finish, lateness=1))
         return FinishedStep(lambda: self._finish(start().result))
@@ -131,7 +134,8 @@ class RankedExecutor:
         local = self._local.target_logits
 
         def run(token_ids: Sequence[int]) -> Tensor:
-            logits = self._start(RunLogits(token_ids=tuple(token_ids)), lambda: local(token_ids))
+            order = RunLogits(token_ids=tuple(token_ids))
+            logits = self._start(lambda: self._workers.send(order), lambda: local(token_ids))
             return self._finish(lambda: logits)
 
         return run
@@ -147,14 +151,14 @@ class RankedExecutor:
         self._failure = self._failure or "The engine is closed. Open it again."
         self._workers.close()
 
-    def _start(self, order: Order, run: Callable[[], _T]) -> _T:
-        """Send an order and follow it."""
+    def _start(self, send: Callable[[], None], run: Callable[[], _T]) -> _T:
+        """Send orders and follow this rank's."""
         self._own_process.check()
         if torch.get_num_threads() != self._num_threads:  # a setting of the calling thread
             torch.set_num_threads(self._num_threads)  # the number of threads changes how sums are rounded
 
         def send_and_run() -> _T:
-            self._workers.send(order)
+            send()
             return run()
 
         return self._alike(send_and_run)
@@ -222,6 +226,48 @@ class RankedExecutor:
         self._workers.kill()
 
 
+class DataParallelExecutor(RankedExecutor):
+    """Ranks with requests of their own: each gets its own plan, and returns what it computed.
+
+    A step that raises ends all ranks, as those that raised nothing wait for it.
+    """
+
+    _sent: Sequence[StepRows | None] = ()  # to ranks 1, 2, ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Run one step of all ranks at once, or queue it; `plan` has those of the other ranks.
+
+        Raises:
+            RankError: a rank has ended or failed.
+        """
+        for each in (plan, *plan.others):
+            check_plan(each, self.limits)
+        sent = self._sent or (None,) * len(plan.others)
+        orders = [RunStep.after(before, other) for before, other in zip(sent, plan.others, strict=True)]
+        self._sent = [other.rows for other in plan.others]
+        own = replace(plan, others=())
+
+        def start() -> StepHandle:
+            return self._start(lambda: self._workers.send_each(orders), lambda: self._local.submit(own))
+
+        if self.has_queue:
+            return _QueuedStep(start(), self._gathered)
+        return FinishedStep(lambda: self._gathered(start().result))
+
+    def _gathered(self, read: Callable[[], StepResult]) -> StepResult:
+        """This rank's result, with the workers'."""
+        own = self._alike(read)
+        with self._workers.watched():
+            reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
+            others = [report.result for report in reports if isinstance(report, Returned)]
+            if len(others) < len(reports):
+                raise self._given_up(reports, None)
+        return replace(own, others=tuple(others))
+
+    def _have_failed_alike(self, reports: Reports, error: Exception) -> bool:
+        return False
+
+
 class _QueuedStep:
     """A step that is queued on all ranks; implements StepHandle."""
 
@@ -256,6 +302,7 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
             timeout_s=TIMEOUTS_S[config.device],
             load_timeout_s=_LOAD_TIMEOUT_S,
             draft_lens=None if draft_lens is None else tuple(draft_lens),
+            has_own_requests=engine.manifest.pretrained_config.mapping.dp_size > 1,
         )
         return OpenShard(engine_dir=str(engine.path.absolute()), rank=1, options=options)
 
@@ -313,7 +360,8 @@ def _start(
         places = [_mapped(*worker) for worker in zip(workers.process_ids, files, strict=True)]
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"
-    return RankedExecutor(local, ranks, workers, num_threads=num_threads, places=places)
+    kind = DataParallelExecutor if options.has_own_requests else RankedExecutor
+    return kind(local, ranks, workers, num_threads=num_threads, places=places)
 
 
 def _mapped(process_id: int, place_files: Mapping[bool, int]) -> dict[bool, mmap]:

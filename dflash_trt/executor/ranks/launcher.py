@@ -84,6 +84,11 @@ class RankWorkers:
         for process in self._processes:
             process.send_bytes(content)
 
+    def send_each(self, orders: Sequence[Order]) -> None:
+        """One order to each worker. Raises RankGoneError."""
+        for process, order in zip(self._processes, orders, strict=True):
+            process.send(order)
+
     def receive(self, timeout_s: float) -> list[Report | RankGoneError]:
         """Return the next report of each worker, all within `timeout_s`, or the RankGoneError instead of it."""
         end_s = time.monotonic() + timeout_s

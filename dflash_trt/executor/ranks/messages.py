@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.core.step_plan import StepPlan, StepRows
+from dflash_trt.core.step_plan import StepPlan, StepResult, StepRows
 from dflash_trt.core.tcp import LOOPBACK
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, open_shard
@@ -116,6 +116,11 @@ class Ran:
     fingerprint: bytes  # hash of the outcome; see `shard.fingerprint`
 
 
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    result: StepResult  # of this rank's own requests
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
     """An order failed. `num_calls` counts the collectives that this rank had started."""
@@ -134,7 +139,7 @@ class Gone:
     reason: str
 
 
-Report = Awake | Opened | Ran | Raised | Gone
+Report = Awake | Opened | Ran | Returned | Raised | Gone
 
 
 class RankGoneError(Exception):

@@ -34,6 +34,7 @@ class ShardOptions:
     timeout_s: float  # for one collective
     load_timeout_s: float  # until all ranks have loaded their weights
     draft_lens: tuple[int, ...] | None
+    has_own_requests: bool = False  # each rank: see `Mapping.dp_size`
 
     @property
     def num_local_ranks(self) -> int:

@@ -18,14 +18,26 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShard, Order, Raised, Ran, RunLogits, RunStep
+from dflash_trt.core.step_plan import StepResult
+from dflash_trt.executor.ranks.messages import (
+    Awake,
+    GoOn,
+    Opened,
+    OpenShard,
+    Order,
+    Raised,
+    Ran,
+    Returned,
+    RunLogits,
+    RunStep,
+)
 from dflash_trt.executor.ranks.shard import ShardExecutor, check_devices, fingerprint, join
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dflash_trt.backends.torch.process_group import ProcessRanks
-    from dflash_trt.core.step_plan import StepResult, StepRows
+    from dflash_trt.core.step_plan import StepRows
 
     _Outcome = StepResult | Tensor
 
@@ -68,7 +80,10 @@ def _serve(pipe: Connection[object, Order]) -> bool:
         pipe.send(_raised(error, ranks))
         return False
     pipe.send(Opened(executor.place_files))
-    with Answers(pipe, ranks, ends_after_failure=executor.has_queue) as answers:
+    answers = Answers(
+        pipe, ranks, ends_after_failure=executor.has_queue, returns_results=request.options.has_own_requests
+    )
+    with answers:
         return _follow(pipe, executor, answers)
 
 
@@ -99,10 +114,21 @@ def _follow(pipe: Connection[object, Order], executor: ShardExecutor, answers: A
 class Answers:
     """Reports of outcomes to rank 0, in order, from a thread that waits for them."""
 
-    def __init__(self, pipe: Connection[object, Order], ranks: ProcessRanks, *, ends_after_failure: bool) -> None:
-        """`ends_after_failure`: the process may start nothing more, and ends unless rank 0 ends it."""
+    def __init__(
+        self,
+        pipe: Connection[object, Order],
+        ranks: ProcessRanks,
+        *,
+        ends_after_failure: bool,
+        returns_results: bool = False,
+    ) -> None:
+        """`ends_after_failure`: the process may start nothing more, and ends unless rank 0 ends it.
+
+        `returns_results`: rank 0 has none to compare with.
+        """
         self._pipe, self._ranks = pipe, ranks
         self._ends_after_failure = ends_after_failure
+        self._returns_results = returns_results
         self._room = threading.Semaphore(_MAX_QUEUED)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-answers")
 
@@ -120,9 +146,14 @@ class Answers:
         """Report what `read` returns or raises, when it does."""
         self._thread.submit(self._report, read)
 
+    def _report_of(self, outcome: _Outcome) -> Returned | Ran:
+        if self._returns_results and isinstance(outcome, StepResult):
+            return Returned(result=outcome)
+        return Ran(fingerprint=fingerprint(outcome))
+
     def _report(self, read: Callable[[], _Outcome]) -> None:
         try:
-            self._pipe.send(Ran(fingerprint=fingerprint(read())))
+            self._pipe.send(self._report_of(read()))
         except Exception as error:  # noqa: BLE001 - rank 0 tells the user
             self._pipe.send(_raised(error, self._ranks))
             if self._ends_after_failure:

@@ -1,0 +1,242 @@
+"""Attention data parallelism: ranks with requests of their own give every request what one rank gives it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, RankError
+from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import resolved_config
+from dflash_trt.scheduler.data_parallel import DataParallelScheduler
+from dflash_trt.serving.local_engine import LocalEngine, checked_config, open_local_engine
+from tests.executor.rank_engines import KV_CACHE_BYTES, build, opened
+from tests.factories import make_target, make_zlab_drafter
+from tests.gemma_targets import EXPERTS, make_gemma
+from tests.traces import PROMPTS
+
+K = 3
+SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+FAMILIES = (
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "llama4_text",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+    "gemma4",
+)
+
+
+def make_pair(root: Path, family: str) -> None:
+    if family == "gemma4":
+        target = make_gemma(root / "target", family="gemma4_text", **EXPERTS)
+    else:
+        target = make_target(root / "target", family=family, vocab_size=12, tokenizer=False)  # type: ignore[arg-type]
+    make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
+
+
+@contextmanager
+def engine_loop(engine: EngineDir, **options: Any) -> Iterator[LocalEngine]:
+    fields = {"device": "cpu", "num_threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "draft_length": K} | options
+    loop = open_local_engine(engine, checked_config(engine, RuntimeConfig(**fields)))
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
+    """Of different lengths, some of which share a beginning."""
+    prompts = [*PROMPTS, *([*SHARED, i, i + 1] for i in range(4)), [2, 4, 6], [11] * 9]
+    return [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_new_tokens=6 + i, temperature=temperature, top_k=8),
+            seed=i,
+            **fields,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(loop: LocalEngine, wanted: list[Request], *, at_once: int = 100) -> list[GenerationOutput]:
+    """Submit the first `at_once`, then one more a step."""
+    streams, waiting = [], list(wanted)
+    while waiting:
+        now, waiting = waiting[:at_once], waiting[at_once:]
+        at_once = 1
+        streams += [loop.submit(request) for request in now]
+        loop.step()
+    while loop.step():
+        loop.check_integrity()
+    return [stream.result(timeout_s=1) for stream in streams]
+
+
+def verified(outputs: list[GenerationOutput]) -> list[Any]:
+    """Each request's tokens, and verify step by verify step what was accepted."""
+    steps = [
+        [
+            (event.context_len, event.num_candidates, event.num_accepted)
+            for event in output.steps
+            if event.num_candidates
+        ]
+        for output in outputs
+    ]
+    return [(output.token_ids, of_one) for output, of_one in zip(outputs, steps, strict=True)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pair")
+    make_pair(root, str(request.param))
+    return root
+
+
+def test_two_ranks_give_each_request_what_one_gives(root: Path) -> None:
+    """With both samplers, prompts and verify blocks in one step, prefix hits, and steps that are empty on a rank."""
+    both, names = [], ("greedy", "sampled", "rejection", "few")
+    for tp_size, fields in ((1, {}), (2, {"ep_size": 2, "attention_dp": True})):
+        with engine_loop(build(root, tp_size=tp_size, overwrite=True, **fields)) as loop:
+            found = {
+                "greedy": run(loop, requests(), at_once=4),
+                "sampled": run(loop, requests(0.9)),
+                "rejection": run(loop, requests(0.9, is_reproducible=False), at_once=2),
+                "few": [run(loop, [request])[0] for request in requests()[2:6]],
+            }
+            both.append({name: verified(outputs) for name, outputs in found.items()})
+            statistics = loop.statistics().scheduler
+            assert statistics.num_prefix_hit_tokens > 0
+            assert statistics.num_emitted_by_verify > statistics.num_verify_blocks, "no draft was accepted"
+    for name in names:
+        assert both[1][name] == both[0][name], name
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("experts")
+    make_pair(root, "deepseek_v3")
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(experts: Path) -> list[Any]:
+    with engine_loop(build(experts, tp_size=1)) as loop:
+        return verified(run(loop, requests()))
+
+
+@pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 1), (4, 4), (4, 2)])
+def test_experts_are_divided_by_number_and_by_columns(
+    experts: Path, expected: list[Any], num_ranks: int, ep_size: int
+) -> None:
+    engine = build(experts, tp_size=num_ranks, ep_size=ep_size, attention_dp=True, overwrite=True)
+    with engine_loop(engine) as loop:
+        assert verified(run(loop, requests(), at_once=3)) == expected
+
+
+@pytest.fixture(scope="module")
+def two_ranks(experts: Path) -> EngineDir:
+    return build(experts, tp_size=2, ep_size=2, attention_dp=True, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_scheduling": True},
+        {"adaptive_draft_length": True, "draft_length": None},
+        {"draft_length": {1: 3, 3: 0}},
+        {"ngram": True},
+        {"host_cache_bytes": 1 << 20},
+        {"deterministic": True},
+    ],
+    ids=", ".join,
+)
+def test_no_setting_changes_a_text(two_ranks: EngineDir, expected: list[Any], options: dict[str, Any]) -> None:
+    with engine_loop(two_ranks, **options) as loop:
+        found = verified(run(loop, requests(), at_once=3))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def test_a_rank_that_runs_out_of_pages_preempts_its_own_requests(two_ranks: EngineDir, expected: list[Any]) -> None:
+    """18 pages of 4 tokens a rank hold one sequence of max_seq_len."""
+    page_bytes = 4 * two_ranks.manifest.pretrained_config.states().bytes_per_token
+    with engine_loop(two_ranks, kv_cache_bytes=18 * page_bytes, enable_prefix_caching=False) as loop:
+        assert loop.page_plan.num_pages == 18
+        found = verified(run(loop, requests()))
+        assert loop.statistics().scheduler.num_preemptions > 0
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def test_two_ranks_hold_twice_the_tokens_of_one(experts: Path, two_ranks: EngineDir) -> None:
+    """Latents are whole on each rank: four that divide attention hold less than two with requests of their own."""
+    tokens = {}
+    engines = {"one": build(experts, tp_size=1, overwrite=True), "own": two_ranks}
+    engines["divided"] = build(experts, tp_size=4, ep_size=4, overwrite=True)
+    for name, engine in engines.items():
+        with engine_loop(engine, kv_cache_bytes=100 << 10) as loop:
+            tokens[name] = loop.limits.num_pages * loop.limits.page_size
+            assert loop.limits.max_batch_size == (16 if name == "own" else 8)
+    assert tokens["own"] == 2 * tokens["one"] > tokens["divided"]
+
+
+def test_logits_are_those_of_one_rank(experts: Path, two_ranks: EngineDir) -> None:
+    with opened(build(experts, tp_size=1, overwrite=True)) as one:
+        expected_logits = one.target_logits(PROMPTS[1])
+    with opened(two_ranks) as two:
+        torch.testing.assert_close(two.target_logits(PROMPTS[1]), expected_logits, rtol=0, atol=1e-4)
+
+
+def test_a_rank_that_dies_fails_what_ran_on_all_and_the_engine_opens_again(
+    two_ranks: EngineDir, expected: list[Any]
+) -> None:
+    with engine_loop(two_ranks, draft_length=0) as loop:
+        streams = [loop.submit(request) for request in requests()]
+        for _ in range(3):
+            loop.step()
+        [process_id] = loop._executor.worker_process_ids  # type: ignore[attr-defined]
+        os.kill(process_id, signal.SIGKILL)
+        while loop.step():
+            loop.check_integrity()
+        reasons = [stream.result(timeout_s=1).finish_reason for stream in streams]
+        assert "error" in reasons and set(reasons) <= {"error", "length"}
+        found = verified(run(loop, requests()))
+        assert loop._executor.worker_process_ids != (process_id,)  # type: ignore[attr-defined]
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def test_an_error_on_one_rank_ends_the_step_on_all(two_ranks: EngineDir) -> None:
+    with opened(two_ranks) as executor:
+        scheduler = DataParallelScheduler(executor.limits, num_ranks=2)
+        for request in requests()[:4]:
+            scheduler.add(request)
+        step = scheduler.plan()
+        vars(executor._local).pop("_inputs")
+        with pytest.raises(RankError, match="rank 0 of 2 failed: AttributeError"):
+            executor.submit(step.plan).result()
+        assert not executor.can_retry
+
+
+def test_what_ranks_with_requests_of_their_own_do_not_have_is_refused_by_name(
+    experts: Path, two_ranks: EngineDir, tmp_path: Path
+) -> None:
+    disk = {"host_cache_bytes": 1 << 20, "disk_cache_dir": str(tmp_path)}
+    with pytest.raises(SettingError, match="disk_cache_dir: expected ranks that divide attention"):
+        resolved_config(two_ranks, RuntimeConfig(device="cpu", **disk))
+    with pytest.raises(ValueError, match="attention_dp needs several ranks"):
+        BuildConfig(target="target", attention_dp=True)
+    for backend in ("tensorrt", "tensorrt_llm"):
+        with pytest.raises(ValueError, match=f"attention_dp needs backend torch; engines of {backend}"):
+            BuildConfig(target="target", tp_size=2, attention_dp=True, backend=backend)
+    make_target(tmp_path / "target", family="qwen3", vocab_size=12, tokenizer=False)
+    with pytest.raises(ConfigError, match="attention_dp: expected a target with experts"):
+        build(tmp_path, tp_size=2, attention_dp=True, drafter=None)
