@@ -21,7 +21,15 @@ from dflash_trt.core.batch import (
     result_of,
 )
 from dflash_trt.core.logit_rules import LogitRules
-from dflash_trt.core.step_plan import SNAPSHOTS, ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import (
+    SNAPSHOTS,
+    ExecutorLimits,
+    FinishedStep,
+    JointRows,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 
 # (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]
@@ -416,8 +424,9 @@ class FakeRanks:
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         plans = (plan, *plan.others)
-        rank_tokens = tuple(each.rows.total_tokens for each in plans)
-        assert all(each.rank_tokens == rank_tokens for each in plans), "a rank expects other rows than there are"
+        joint = JointRows.of([each.rows for each in plans])
+        assert all(each.joint == joint for each in plans), "a rank expects other rows than there are"
+        assert len({each.rows.num_draft_tokens for each in plans}) == 1, "ranks have different K"
         parts = [
             executor.submit(each).result()
             if each.rows.num_requests or len(each.page_copies)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepPlan
 from dflash_trt.core.step_spec import Axis
 from dflash_trt.kernels.capacity import request_capacity
 
@@ -79,14 +79,14 @@ def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
 
 
 def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape that a plan runs in: the next bucket, or its own size if that is large."""
-    num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
-    bucket = bucket_of(num_requests, limits)
-    if (plan.rows.num_tokens <= num_drafts + 1).all():
+    """The shape that a plan runs in: the next bucket, or its own size if that is large; of all ranks the largest."""
+    joint, num_drafts = plan.joint or JointRows.of([plan.rows]), plan.rows.num_draft_tokens
+    bucket, num_tokens = bucket_of(joint.num_requests, limits), max(joint.num_tokens)
+    if joint.is_decode:
         return decode_shape(bucket, num_drafts)
-    return _mixed_shape(bucket, plan.rows.total_tokens, num_drafts, limits) or StepShape(
-        num_requests=num_requests,
-        num_tokens=plan.rows.total_tokens,
+    return _mixed_shape(bucket, num_tokens, num_drafts, limits) or StepShape(
+        num_requests=joint.num_requests,
+        num_tokens=num_tokens,
         num_draft_tokens=num_drafts,
         is_decode=False,
         has_graph=False,
@@ -100,8 +100,7 @@ def verify_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     size.
     """
     num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
-    is_decode = bool((plan.rows.num_tokens <= num_drafts + 1).all())
-    if is_decode and num_requests * (num_drafts + 1) <= limits.max_num_tokens:
+    if plan.rows.is_decode and num_requests * (num_drafts + 1) <= limits.max_num_tokens:
         return _full_blocks(num_requests, num_drafts, limits)
     return exact_shape(plan)
 

@@ -41,7 +41,7 @@ class InputStaging:
         self._entries = torch.zeros(self._host.entries.shape, dtype=torch.int64, device=device)
         self._page_ids = torch.zeros(self._host.page_ids.shape, dtype=torch.int32, device=device)
         self.slots = DeviceSlots(limits, device=device)
-        self._uploaded: tuple[StepRows, int] | None = None  # and the number of requests that they were padded to
+        self._uploaded: tuple[StepRows, StepShape] | None = None  # and what they were padded to
         self._is_new, self._num_updates = False, 0
 
     @property
@@ -62,7 +62,7 @@ class InputStaging:
 
         Rows that repeat are on the device already.
         """
-        updates, key = plan.page_updates, (plan.rows, shape.num_requests)
+        updates, key = plan.page_updates, (plan.rows, shape)
         self._is_new, self._num_updates = key != self._uploaded, len(updates.slots)
         if not self._is_new and not self._num_updates:
             return

@@ -18,7 +18,7 @@ from dflash_trt.core.array import Array
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.dtype import num_bytes_of, torch_dtype
 from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, PageUpdates, StepPlan, StepResult, StepRows
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, JointRows, PageUpdates, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, StepTensor
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import StepOutputs
@@ -29,7 +29,7 @@ _ALIGNMENT_BYTES = 256
 def check_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     """Assert what the scheduler guarantees."""
     rows = plan.rows
-    assert len(plan.page_copies) or rows.num_requests or any(plan.rank_tokens), "nothing to do"
+    assert len(plan.page_copies) or rows.num_requests or plan.joint is not None, "nothing to do"
     assert rows.num_requests <= limits.max_batch_size
     assert rows.total_tokens == rows.num_tokens.sum() <= limits.max_num_tokens
     assert rows.num_draft_tokens <= limits.max_draft_len
@@ -48,14 +48,15 @@ class StepShapes:
     def __init__(self, limits: ExecutorLimits, shape_of: Callable[[StepPlan, ExecutorLimits], StepShape]) -> None:
         self._limits = limits
         self._shape_of = shape_of
-        self._rows: StepRows | None = None
+        self._key: tuple[StepRows, JointRows | None] | None = None
         self._shape: StepShape | None = None
 
     def of(self, plan: StepPlan) -> StepShape:
         """Asserts what the scheduler guarantees."""
-        if self._shape is None or plan.rows is not self._rows:
+        key = plan.rows, plan.joint
+        if self._shape is None or key != self._key:
             check_plan(plan, self._limits)
-            self._rows, self._shape = plan.rows, self._shape_of(plan, self._limits)
+            self._key, self._shape = key, self._shape_of(plan, self._limits)
         return self._shape
 
 
@@ -123,14 +124,13 @@ class StepPacker:
         self._columns = {name: flat.numpy() for name, flat in self.block.flat.items()}
         self._padding = {tensor.name: tensor.padding for tensor in PLAN_INPUTS}
         self._scratch_slot = limits.max_batch_size
-        self._packed: StepRows | None = None
-        self._num_requests = 0
+        self._packed: tuple[StepRows, StepShape] | None = None
 
     def pack(self, rows: StepRows, shape: StepShape) -> None:
         """Overwrite the tensors of the rows before; the same rows are there already."""
-        if rows is self._packed and shape.num_requests == self._num_requests:
+        if (rows, shape) == self._packed:
             return
-        self._packed, self._num_requests = rows, shape.num_requests
+        self._packed = rows, shape
         num_requests, num_padding = shape.num_requests, shape.num_requests - rows.num_requests
         counts, num_candidates, offsets = rows.num_tokens, rows.num_candidates, rows.token_offsets
         if num_padding:

@@ -47,6 +47,8 @@ def rank_index(
 ) -> tuple[slice, ...]:
     """Index of this rank's shard in the whole tensor."""
     rank, num_ranks, experts = mapping.tp_rank, mapping.tp_size, tuple[slice, ...]()
+    if spec.is_beside_experts:
+        rank, num_ranks = mapping.expert_rank, mapping.num_expert_ranks
     if spec.num_experts:
         mine = rank_experts(spec.num_experts, mapping)
         rank, num_ranks, experts = mapping.moe_tp_rank, mapping.moe_tp_size, (slice(mine.start, mine.stop),)
@@ -98,6 +100,9 @@ def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:
         if moe.num_experts % mapping.ep_size:
             expected, found = f"a divisor of num_experts {moe.num_experts}", str(mapping.ep_size)
             yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")
+        if mapping.dp_size > 1 and not moe.has_own_norms and (moe.shared_size or 0) % mapping.num_expert_ranks:
+            expected, found = f"a divisor of shared_size {moe.shared_size}", str(mapping.num_expert_ranks)
+            yield problem("mapping dp_size", expected=expected, found=found, hint="Choose another tp_size.")
         if moe.intermediate_size % mapping.moe_tp_size:
             expected = f"tp_size / ep_size to divide an expert's intermediate_size {moe.intermediate_size}"
             found = f"{mapping.num_expert_ranks} / {mapping.ep_size}"

@@ -266,8 +266,9 @@ def describe(
     from dflash_trt.plan.step_floor import Step
 
     config, limits, gpu = made.pretrained_config, made.build_config, made.gpu
+    dp_size = config.mapping.dp_size
     steps = [
-        Step(num_requests=requests, context_len=length, num_draft_tokens=limits.max_draft_len)
+        Step(num_requests=-(-requests // dp_size), context_len=length, num_draft_tokens=limits.max_draft_len)
         for length in contexts
         for requests in concurrencies
         if requests <= made.max_requests(length)
@@ -276,7 +277,7 @@ def describe(
         "gpu": asdict(gpu),
         "fits": made.fits,
         "missing_bytes": made.missing_bytes,
-        "remedies": [{"change": item.change, "kv_tokens": _num_tokens(item.plan)} for item in remedies],
+        "remedies": [{"change": item.change, "kv_tokens": item.plan.num_kv_tokens} for item in remedies],
         "backend": backend,
         "dtype": config.dtype,
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
@@ -284,16 +285,12 @@ def describe(
         **describe_models(config),
         "build_config": limits.model_dump(),
         "rank_memory": _memory(made),
-        "kv_tokens": _num_tokens(made),
+        "kv_tokens": made.num_kv_tokens,
         "kv_pages": None if made.pages is None else asdict(made.pages),
         "max_requests": {str(length): made.max_requests(length) for length in contexts},
         "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths, costs) for step in steps],
         "notes": list(made.notes),
     }
-
-
-def _num_tokens(made: "EnginePlan") -> int:
-    return 0 if made.pages is None else made.pages.num_tokens
 
 
 def _memory(made: "EnginePlan") -> dict[str, int]:
@@ -331,7 +328,7 @@ def _step(
     expected = clock_of(made.gpu, costs).time(work)
     plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
     return {
-        "num_requests": step.num_requests,
+        "num_requests": step.num_requests * made.pretrained_config.mapping.dp_size,
         "context_len": step.context_len,
         "num_draft_tokens": step.num_draft_tokens,
         **asdict(floor),

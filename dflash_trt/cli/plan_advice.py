@@ -28,7 +28,7 @@ _WIDTH = 100  # columns, where there is no terminal
 _ASSUMED_RATE = 0.8  # of each draft after an accepted one, where nothing is told
 _FACTORS = (0.85, 1.0, 1.1)
 # Options of `build` that the choice decides, and those that need a drafter.
-_CHOSEN = ("tp_size", "ep_size", "quantization", "max_batch_size", "max_num_tokens")
+_CHOSEN = ("tp_size", "ep_size", "attention_dp", "quantization", "max_batch_size", "max_num_tokens")
 _OF_DRAFTS = ("drafter", "drafter_overrides", "drafter_quantization", "draft_window", "max_draft_len")
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
@@ -171,7 +171,7 @@ def _report(
             "has_drafter": layout.has_drafter,
             **asdict(speed),
             "output_tok_per_s_per_gpu": speed.output_tok_per_s / goal.num_gpus,
-            "kv_tokens": 0 if layout.made.pages is None else layout.made.pages.num_tokens,
+            "kv_tokens": layout.made.num_kv_tokens,
             "max_requests": layout.max_requests,
             "price_per_million_tokens": cost,
         }
@@ -246,7 +246,9 @@ class BuildCommand:
         words = ["dflash-trt", "build", *([self.config_file] if self.config_file else [])]
         words += [word for name, given in self.options.items() if name not in decided for word in given]
         words += [] if layout.has_drafter else ["--drafter", "none"]
-        words += ["--tp-size", str(mapping.tp_size), "--ep-size", str(mapping.ep_size)] if mapping.tp_size > 1 else []
+        num_ranks = mapping.world_size
+        words += ["--tp-size", str(num_ranks), "--ep-size", str(mapping.ep_size)] if num_ranks > 1 else []
+        words += ["--attention-dp"] if mapping.dp_size > 1 else []
         words += ["--quantization", layout.format] if layout.format else []
         words += ["--max-batch-size", str(limits.max_batch_size), "--max-num-tokens", str(limits.max_num_tokens)]
         return shlex.join([*words, "-o", "build/engine"])

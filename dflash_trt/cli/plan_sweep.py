@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dflash_trt.simulation.sweep import SimulatedEngine, Workload
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-_LAYOUT = re.compile(r"tp(\d+)(?:ep(\d+))?(?:x(\d+))?")
+_LAYOUT = re.compile(r"(tp|dp)(\d+)(?:ep(\d+))?(?:x(\d+))?")
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": "MTP"}
 _POSITIVE = click.IntRange(min=1)
 _SPEED = click.FloatRange(min=0, min_open=True)
@@ -32,7 +32,8 @@ OPTIONS = (
         "layouts",
         multiple=True,
         metavar="tpNepNxN",
-        help="TP ranks, expert groups and replicas, such as tp8ep8 or tp1x8; repeatable (default: from --tp-size).",
+        help="TP ranks (dp: with --attention-dp), expert groups and replicas, such as tp8ep8 or tp1x8; repeatable "
+        "(default: from --tp-size).",
     ),
     click.option(
         "--other-drafter",
@@ -163,7 +164,7 @@ def run_sweep(
     _check_paths(options["csv_path"], options["figure"])
     workload = _workload(options)
     drafted = list(_drafters(config, base_dir, options))
-    layouts = [_layout(text) for text in options["layouts"]] or [(config.tp_size, config.ep_size, 1)]
+    layouts = [_layout(text) for text in options["layouts"]] or [({}, 1)]
     clock = clock_of(gpu, costs)
     found = [_engines(item, layout, clock, options["draft_lengths"]) for item in drafted for layout in layouts]
     engines = [engine for fitting, _ in found for engine in fitting]
@@ -223,15 +224,15 @@ def _drafters(config: BuildConfig, base_dir: Path, options: dict[str, Any]) -> I
 
 
 def _engines(
-    drafted: Drafted, layout: tuple[int, int, int], clock: "StepClock", draft_lengths: Sequence[int]
+    drafted: Drafted, layout: tuple[dict[str, Any], int], clock: "StepClock", draft_lengths: Sequence[int]
 ) -> tuple[list["SimulatedEngine"], list[str]]:
     """One for each K, or why there is none."""
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.simulation.sweep import SimulatedEngine, check_drafts
 
-    tp_size, ep_size, num_replicas = layout
-    config = drafted.config.model_copy(update={"tp_size": tp_size, "ep_size": ep_size})
-    name = f"{drafted.name}, tp{tp_size}ep{ep_size}"
+    ranks, num_replicas = layout
+    config = drafted.config.model_copy(update=ranks)
+    name = f"{drafted.name}, {'dp' if config.attention_dp else 'tp'}{config.tp_size}ep{config.ep_size}"
     try:
         made = plan_engine(config, drafted.pair, clock.gpu)
     except DFlashError as error:
@@ -259,14 +260,19 @@ def _engines(
     return engines, [f"{name}: K = {', '.join(beyond)}, beyond its {most}"] if beyond else []
 
 
-def _layout(text: str) -> tuple[int, int, int]:
-    """Ranks, groups of experts, replicas."""
+def _layout(text: str) -> tuple[dict[str, Any], int]:
+    """Ranks and groups of experts, as fields of BuildConfig; replicas."""
     match = _LAYOUT.fullmatch(text)
-    numbers = tuple(int(word or 1) for word in match.groups()) if match else (0,)
+    kind, *sizes = match.groups() if match else ("", "0")
+    numbers = [int(size or 1) for size in sizes]
     if not all(1 <= number <= 1024 for number in numbers):
-        expected = "tp with the ranks of a replica, ep with groups of experts, x with replicas, such as tp8ep8 or tp1x8"
+        expected = (
+            "tp, or dp for ranks with requests of their own, with the ranks of a replica, ep with groups of experts, "
+            "x with replicas, such as tp8ep8, dp8ep8 or tp1x8"
+        )
         raise ConfigError.about("--layout", expected=expected, found=repr(text))
-    return numbers[0], numbers[1], numbers[2]
+    num_ranks, ep_size, num_replicas = numbers
+    return {"tp_size": num_ranks, "ep_size": ep_size, "attention_dp": kind == "dp"}, num_replicas
 
 
 def _workload(options: dict[str, Any]) -> "Workload":

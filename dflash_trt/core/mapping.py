@@ -53,13 +53,18 @@ class Mapping(Frozen):
         return self.tp_size * self.dp_size
 
     @property
+    def expert_rank(self) -> int:
+        """This one's number among them."""
+        return self.rank % self.num_expert_ranks
+
+    @property
     def moe_tp_size(self) -> int:
         return self.num_expert_ranks // self.ep_size
 
     @property
     def moe_tp_rank(self) -> int:
-        return self.rank % self.moe_tp_size
+        return self.expert_rank % self.moe_tp_size
 
     @property
     def ep_rank(self) -> int:
-        return self.rank % self.num_expert_ranks // self.moe_tp_size
+        return self.expert_rank // self.moe_tp_size

@@ -9,7 +9,7 @@ scheduler needs no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
@@ -192,6 +192,11 @@ class StepRows:
     def total_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_decode(self) -> bool:
+        """Verify blocks alone, or nothing."""
+        return bool((self.num_tokens <= self.num_draft_tokens + 1).all())
+
     def part(self, part: slice) -> StepRows:
         tokens = slice(*self.token_offsets[[part.start, part.stop]])
         return StepRows(
@@ -203,6 +208,24 @@ class StepRows:
             token_ids=self.token_ids[tokens],
             sampling={name: column[part] for name, column in self.sampling.items()},
             num_draft_tokens=self.num_draft_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointRows:
+    """Size of a step of ranks that have requests of their own; all have the same K."""
+
+    num_tokens: tuple[int, ...]  # of each rank
+    num_requests: int  # of the rank that has most; 0 in a step of copies alone
+    is_decode: bool  # verify blocks alone
+
+    @classmethod
+    def of(cls, rows: Sequence[StepRows]) -> JointRows:
+        """`rows` of all ranks."""
+        return cls(
+            num_tokens=tuple(each.total_tokens for each in rows),
+            num_requests=max(each.num_requests for each in rows),
+            is_decode=all(each.is_decode for each in rows),
         )
 
 
@@ -237,8 +260,8 @@ class StepPlan:
     Slots of `restores` are filled from snapshots before the step, slots of `saves` are copied to snapshots when it has
     succeeded; all of them have a row.
 
-    Where ranks have requests of their own (`Mapping.dp_size`), a step has a plan for each. Rank 0's has the others',
-    of ranks 1, 2, ...; all have `rank_tokens`, the numbers of tokens of all ranks.
+    Where ranks have requests of their own (`Mapping.dp_size`), a step has a plan for each, which knows the size of all
+    of them: `joint`. Rank 0's has the `others`, of ranks 1, 2, ...
     """
 
     rows: StepRows
@@ -251,7 +274,7 @@ class StepPlan:
     restores: StateCopies = NO_COPIES
     saves: StateCopies = NO_COPIES
     page_copies: PageCopies = NO_PAGE_COPIES
-    rank_tokens: tuple[int, ...] = ()
+    joint: JointRows | None = None
     others: tuple[StepPlan, ...] = ()
 
     @property

@@ -30,6 +30,7 @@ class WeightSpec:
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     num_experts: int = 0
+    is_beside_experts: bool = False  # divided among all ranks as experts are, whoever's requests they have
     is_integer: bool = False  # token ids: never cast to the engine's dtype
     is_float32: bool = False  # whatever the engine's dtype
     is_plain: bool = False  # a matrix that no engine has quantized: more than the weight of a GEMM, or a single row
@@ -71,7 +72,7 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)  # layers are alike
 def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
     """Spec of the shard that each rank holds."""
-    num_ranks = mapping.tp_size
+    num_ranks = mapping.num_expert_ranks if spec.is_beside_experts else mapping.tp_size
     if spec.num_experts:
         num_ranks, num_experts = mapping.moe_tp_size, spec.num_experts // mapping.ep_size
         spec = replace(spec, num_experts=num_experts, shape=(num_experts, *spec.shape[1:]))

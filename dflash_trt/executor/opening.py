@@ -90,7 +90,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     _check_snapshots(config, is_recurrent=is_recurrent)
     _check_host_cache(config, shares_prefixes=not is_recurrent or config.num_state_snapshots != 0)
     _check_disk_cache(config)
-    _check_attention_dp(engine, config, device)
+    _check_attention_dp(engine, config)
     resolved: dict[str, object] = {
         "device": device,
         "overlap_scheduling": _overlaps(config, device),
@@ -163,17 +163,12 @@ def _check_disk_cache(config: RuntimeConfig) -> None:
             raise SettingError(name, expected=f"{other} as well", found="none", hint=hint)
 
 
-def _check_attention_dp(engine: EngineDir, config: RuntimeConfig, device: Device) -> None:
+def _check_attention_dp(engine: EngineDir, config: RuntimeConfig) -> None:
     """Raises SettingError for what ranks with requests of their own do not have."""
-    if engine.manifest.pretrained_config.mapping.dp_size == 1:
-        return
-    if config.disk_cache_dir is not None:
+    if engine.manifest.pretrained_config.mapping.dp_size > 1 and config.disk_cache_dir is not None:
         expected = "ranks that divide attention: a block on disk has the parts of all ranks"
         hint = "Leave it out; host_cache_bytes works on every rank."
         raise SettingError("disk_cache_dir", expected=expected, found="an engine of attention_dp", hint=hint)
-    if device == "cuda":
-        hint = 'Use device "cpu", or build the engine without attention_dp.'
-        raise SettingError("device", expected="a CPU, for an engine of attention_dp", found=device, hint=hint)
 
 
 def check_nodes(engine: EngineDir, config: RuntimeConfig) -> None:

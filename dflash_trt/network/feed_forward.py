@@ -53,16 +53,17 @@ class RoutedExperts(Generic[T]):
         return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
 
     def share(self, ops: Ops[T], no_rows: T) -> None:
-        _through_experts(ops, no_rows, self.experts, self.spec)
+        self.part(ops, no_rows)
 
     def part(self, ops: Ops[T], x: T) -> T:
-        """See `Mlp.part`."""
+        """See `Mlp.part`; over the rows of all ranks that share the experts."""
+        x = ops.all_gather_rows(x)
         if self.shared is None:
-            return _through_experts(ops, x, self.experts, self.spec)
+            return ops.reduce_scatter_rows(ops.moe(x, self.experts, self.spec))
         shared = self.shared.part(ops, x)
         if self.shared_gate is not None:
             shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate))
-        return ops.add(_through_experts(ops, x, self.experts, self.spec), shared)
+        return ops.reduce_scatter_rows(ops.add(ops.moe(x, self.experts, self.spec), shared))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +82,16 @@ class NormedExperts(Generic[T]):
         shared = self.shared.run(ops, hidden, norm, eps)
         routed = ops.scale(ops.rms_norm(hidden, self.router_norm, eps), self.spec.router_input_scale)
         x = ops.rms_norm(hidden, self.experts_norm, eps)
-        chosen = ops.all_reduce(_through_experts(ops, x, self.experts, self.spec, routed))
+        chosen = ops.all_reduce(self._chosen(ops, x, routed))
         normed = ops.rms_norm(shared, self.shared_post_norm, eps)
         return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
 
     def share(self, ops: Ops[T], no_rows: T) -> None:
-        _through_experts(ops, no_rows, self.experts, self.spec, no_rows)
+        self._chosen(ops, no_rows, no_rows)
 
-
-def _through_experts(ops: Ops[T], x: T, experts: Experts[T], spec: Moe, routed: T | None = None) -> T:
-    """`Ops.moe` over the rows of all ranks that share the experts, whatever ranks they belong to."""
-    gathered = None if routed is None else ops.all_gather_rows(routed)
-    return ops.reduce_scatter_rows(ops.moe(ops.all_gather_rows(x), experts, spec, gathered))
+    def _chosen(self, ops: Ops[T], x: T, routed: T) -> T:
+        x, routed = ops.all_gather_rows(x), ops.all_gather_rows(routed)
+        return ops.reduce_scatter_rows(ops.moe(x, self.experts, self.spec, routed))
 
 
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> FeedForward[T]:
@@ -100,7 +99,8 @@ def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -
     if isinstance(spec, Dense):
         return _bind_mlp(spec, tensors, prefix)
     experts = _bind_experts(spec, tensors, prefix)
-    shared = None if spec.shared is None else _bind_mlp(spec.shared, tensors, f"{prefix}.shared")
+    rank = None if spec.has_own_norms else tensors.mapping.expert_rank
+    shared = None if spec.shared is None else _bind_mlp(spec.shared, tensors, f"{prefix}.shared", rank=rank)
     if shared is not None and spec.has_own_norms:
         norms = {norm: tensors[f"{prefix}.{norm}"] for norm in OWN_NORMS}
         return NormedExperts(spec=spec, experts=experts, shared=shared, **norms)
@@ -108,8 +108,8 @@ def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -
     return RoutedExperts(spec=spec, experts=experts, shared=shared, shared_gate=gate)
 
 
-def _bind_mlp(spec: Dense, tensors: RankTensors[T], prefix: str) -> Mlp[T]:
-    gate_up, down = tensors.linear(f"{prefix}.gate_up"), tensors.summed_linear(f"{prefix}.down")
+def _bind_mlp(spec: Dense, tensors: RankTensors[T], prefix: str, *, rank: int | None = None) -> Mlp[T]:
+    gate_up, down = tensors.linear(f"{prefix}.gate_up"), tensors.summed_linear(f"{prefix}.down", rank=rank)
     return Mlp(activation=spec.activation, gate_up=gate_up, down=down)
 
 

@@ -105,8 +105,8 @@ class KernelTables:
         if item.kind == "all_reduce":
             return _times(item.count, self._tokens("CustomAllReduce", (item.features, num_ranks), rows))
         half = self._common.CommQuantMode.half
-        part = item.features // num_ranks
-        return _times(item.count, self._tokens("NCCL", ("all_gather", part, num_ranks, half), rows))
+        part = item.features // num_ranks  # of each rank, as the tables count
+        return _times(item.count, self._tokens("NCCL", (item.kind, part, num_ranks, half), rows))
 
     def _experts(self, item: Product) -> KernelTime | None:
         assert item.experts is not None

@@ -118,12 +118,19 @@ class EnginePlan:
         return -(-num_tokens // self.build_config.page_size)
 
     def max_requests(self, context_len: int) -> int:
-        """Requests of `context_len` tokens that can run together."""
+        """Requests of `context_len` tokens that can run together, on all ranks."""
         pages = self.pages
         if pages is None:
             return 0
         most = min(self.build_config.max_batch_size, pages.num_pages // self.num_pages(context_len))
-        return min(most, pages.num_windows) if pages.page_windows else most
+        most = min(most, pages.num_windows) if pages.page_windows else most
+        return most * self.pretrained_config.mapping.dp_size
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of all requests that the pages hold; 0 where one sequence has no room."""
+        num_tokens = 0 if self.pages is None else self.pages.num_tokens
+        return num_tokens * self.pretrained_config.mapping.dp_size
 
     def floor(self, step: Step, *, has_drafter: bool) -> StepFloor:
         return step_floor(self.pretrained_config, self.gpu, step, has_drafter=has_drafter)
@@ -173,10 +180,11 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
     """Cost of pages that every rank holds in full."""
     states, num_ranks = config.states(), config.mapping.tp_size
     if states.replicated_bytes_per_token and num_ranks > 1:
+        other = "ranks with requests of their own (--attention-dp)" if config.target.moes else "replicas on fewer ranks"
         copied, whole = states.replicated_bytes_per_token / 1024, states.bytes_per_token / 1024
         yield (
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
-            f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
+            f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; {other} hold more tokens"
         )
 
 

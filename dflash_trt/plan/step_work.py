@@ -46,9 +46,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """`count` equal collectives of `rows` x `features` elements; a rank receives `num_bytes` of all of them."""
+    """`count` equal collectives of `rows` x `features` elements; a rank receives `num_bytes` of all of them.
 
-    kind: Literal["all_reduce", "all_gather"]
+    Where ranks have rows of their own, `rows` are those of all.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     count: int
     rows: int
     features: int
@@ -121,6 +124,7 @@ class _Kind:
     moe: Moe | None
     shape: tuple[int, int] | None  # of a GEMM
     is_product: bool
+    is_beside_experts: bool  # over the rows of all ranks
 
 
 class EngineWork:
@@ -177,7 +181,7 @@ class EngineWork:
             num_logits=slots * vocab_size + num_requests * drafts * draft_vocab_size * bool(num_passes),
             num_layers=layers,
             num_passes=num_passes,
-            num_ranks=self._config.mapping.tp_size,
+            num_ranks=self._config.mapping.world_size,
             mixings=tuple(mixed),
             exchanges=tuple(self._exchanges(num_tokens, slots, draft_rows, num_requests * drafts, num_passes)),
         )
@@ -189,6 +193,8 @@ class EngineWork:
             if not kind.is_product or not times:
                 continue
             part, experts = 1.0, None
+            if kind.moe is not None or kind.is_beside_experts:
+                rows *= mapping.dp_size
             if kind.moe is not None:
                 experts = Experts(
                     hidden_size=hidden_size,
@@ -210,11 +216,20 @@ class EngineWork:
             )
 
     def _exchanges(self, tokens: int, logits: int, draft_rows: int, drafts: int, num_passes: int) -> Iterator[Exchange]:
-        """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits."""
-        target, draft, num_ranks = self._config.target, self._draft, self._config.mapping.tp_size
+        """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits.
+
+        Ranks with requests of their own gather the rows of each layer's experts, and get their sums.
+        """
+        target, draft, num_ranks = self._config.target, self._draft, self._config.mapping.world_size
         if num_ranks == 1:
             return
         part = (num_ranks - 1) / num_ranks * self._itemsize
+        if self._config.mapping.dp_size > 1:
+            rows, count = num_ranks * tokens, len(target.moes)
+            sizes = {"count": count, "rows": rows, "features": target.hidden_size}
+            for kind in ("all_gather", "reduce_scatter"):
+                yield Exchange(kind=kind, num_bytes=count * rows * target.hidden_size * part, **sizes)
+            return
 
         def reduced(count: int, rows: int, features: int) -> Exchange:
             size = 2 * count * rows * features * part
@@ -267,6 +282,7 @@ class EngineWork:
             moe=moe,
             shape=(round(part * spec.shape[0]), spec.shape[1]) if is_product and moe is None else None,
             is_product=is_product or moe is not None,
+            is_beside_experts=spec.is_beside_experts,
         )
         sums = self._sums[kind]
         sums[0] += part * math.prod(spec.shape) * (is_linear(spec, name) or moe is None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import Request, TokenEvent
-from dflash_trt.core.step_plan import ExecutorLimits, StepResult
+from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepResult
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.planner import PlannedStep
@@ -210,6 +210,8 @@ class DataParallelScheduler:
 class _RankDraftLength(DraftLengthPolicy):
     """K of one rank: the one that was chosen for all."""
 
+    is_joint = True
+
     def __init__(self, policy: DraftLengthPolicy, *, first_slot: int) -> None:
         self.lengths = policy.lengths
         self.length = 0
@@ -231,6 +233,6 @@ class _RankDraftLength(DraftLengthPolicy):
 def _joined(steps: list[PlannedStep]) -> PlannedStep:
     if all(step.is_empty for step in steps):
         return steps[0]
-    rank_tokens = tuple(step.plan.rows.total_tokens for step in steps)
-    first, *others = (replace(step.plan, rank_tokens=rank_tokens) for step in steps)
+    joint = JointRows.of([step.plan.rows for step in steps])
+    first, *others = (replace(step.plan, joint=joint) for step in steps)
     return replace(steps[0], plan=replace(first, others=tuple(others)))

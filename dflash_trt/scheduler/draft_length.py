@@ -40,6 +40,11 @@ class DraftLengthPolicy(Protocol):
     lengths: tuple[int, ...]
 
     @property
+    def is_joint(self) -> bool:
+        """True if K is that of other ranks, too, so that a step has it even if no request needs drafts."""
+        return False
+
+    @property
     def has_budget(self) -> bool:
         """True if `limit` may leave out drafts of the next step, or wants to know them."""
         return False

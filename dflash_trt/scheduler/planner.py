@@ -310,7 +310,7 @@ class StepPlanner:
 
     def _wants_drafts(self, slots: Array, num_candidates: Array, is_emitting: Array) -> bool:
         """True if drafts are verified, or one of this step can still be accepted, with a bonus token after it."""
-        if num_candidates.any():
+        if num_candidates.any() or self._policy.is_joint:
             return True
         num_left = self._table.num_remaining(slots) - self._table.num_sure(slots) - 1
         return bool((is_emitting & (num_left >= 2)).any())

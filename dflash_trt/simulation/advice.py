@@ -120,8 +120,13 @@ class Layout:
 
     @cached_property
     def max_requests(self) -> int:
-        """At once on a replica, with room for whole answers."""
-        return self.made.max_requests(self.lengths.total)
+        """At once in a group of requests, with room for whole answers."""
+        return self.made.max_requests(self.lengths.total) // self._groups_per_replica
+
+    @property
+    def _groups_per_replica(self) -> int:
+        """Its ranks with requests of their own."""
+        return self.made.pretrained_config.mapping.dp_size
 
     def batch_sizes(self) -> list[int]:
         most = self.max_requests
@@ -154,7 +159,7 @@ class Layout:
         return found
 
     def speed(self, num_requests: int, num_draft_tokens: int) -> Speed:
-        """Of as many requests on each replica that answers."""
+        """Of as many requests in each group of a replica that answers."""
         prompt, output = self.lengths.num_prompt_tokens, self.lengths.num_output_tokens
         length = 1.0 if self.acceptance is None else self.acceptance.acceptance_length(num_draft_tokens)
         step_s = self._step_s(num_requests, num_draft_tokens + 1, prompt + output // 2, num_draft_tokens)
@@ -176,7 +181,8 @@ class Layout:
     ) -> tuple[float, float, float]:
         """Seconds that a prompt takes from other requests, requests per second in all, seconds of a prompt alone."""
         prompt_s = self._prompt_s(min(num_requests, self._prompts_of_a_step), num_draft_tokens)
-        per_s = self.num_replicas * num_requests / (num_requests * prompt_s + decoding_s)
+        num_groups = self.num_replicas * self._groups_per_replica
+        per_s = num_groups * num_requests / (num_requests * prompt_s + decoding_s)
         return prompt_s, per_s, self._prompt_s(1, num_draft_tokens)
 
     def _prompts_apart(self, num_requests: int, decoding_s: float, num_draft_tokens: int) -> tuple[float, float, float]:
@@ -233,8 +239,13 @@ def layouts(
     """Every engine that fits the goal's GPUs, for each pair (with and without its drafter); and why others do not."""
     found: list[Layout] = []
     reasons: dict[str, list[str]] = {}
-    for (pair, acceptance), name, (tp_size, ep_size) in product(pairs, _formats(config, clock), _ranks(goal)):
-        changes: dict[str, object] = {"tp_size": tp_size, "ep_size": ep_size} | _format(config, name)
+    combinations = (
+        (pair, acceptance, name, ranks)
+        for pair, acceptance in pairs
+        for name, ranks in product(_formats(config, clock), _ranks(goal, pair, config))
+    )
+    for pair, acceptance, name, ranks in combinations:
+        changes: dict[str, object] = {**ranks, **_format(config, name)}
         if acceptance is None:
             changes |= {"drafter": None, "max_draft_len": None, "drafter_overrides": {}}
         try:
@@ -248,14 +259,17 @@ def layouts(
                     clock=clock,
                     acceptance=acceptance,
                     lengths=goal.lengths,
-                    num_replicas=goal.num_gpus // tp_size,
+                    num_replicas=goal.num_gpus // made.pretrained_config.mapping.world_size,
                     format=name,
                 )
-                most = layout.num_replicas if goal.lengths.num_prompt_tokens >= _PREFILL_MIN_TOKENS else 1
+                is_apart = goal.lengths.num_prompt_tokens >= _PREFILL_MIN_TOKENS and not ranks["attention_dp"]
+                most = layout.num_replicas if is_apart else 1
                 found += [replace(layout, num_prefill_workers=count) for count in range(most)]
                 continue
             reason = "no room for a request"
-        reasons.setdefault(reason, []).append(f"tp{tp_size}ep{ep_size}, {name or 'as stored'}")
+        kind = "dp" if ranks["attention_dp"] else "tp"
+        layout_words = f"{kind}{ranks['tp_size']}ep{ranks['ep_size']}"
+        reasons.setdefault(reason, []).append(f"{layout_words}, {name or 'as stored'}")
     if goal.num_gpus > GPUS_PER_NODE:
         reasons["sums over nodes take their network, which is not planned"] = [f"more than {GPUS_PER_NODE} ranks"]
     return found, [f"{'; '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()]
@@ -293,14 +307,21 @@ def _scaled(acceptance: AcceptanceByPosition, factor: float) -> AcceptanceByPosi
     return AcceptanceByPosition(tuple(fractions))
 
 
-def _ranks(goal: Goal) -> list[tuple[int, int]]:
-    """Ranks and groups of experts that the GPUs can be divided into, each within a node."""
+def _ranks(goal: Goal, pair: PairSpecs, config: BuildConfig) -> list[dict[str, int]]:
+    """Ranks and groups of experts that the GPUs can be divided into, each within a node, as fields of BuildConfig."""
     sizes = [
         size
         for size in range(1, min(goal.num_gpus, GPUS_PER_NODE) + 1)
         if goal.num_gpus % size == 0 and size & (size - 1) == 0
     ]
-    return [(size, ep_size) for size in sizes for ep_size in dict.fromkeys((1, size))]
+    divided = [
+        {"tp_size": size, "ep_size": ep_size, "attention_dp": False}
+        for size in sizes
+        for ep_size in dict.fromkeys((1, size))
+    ]
+    if config.backend != "torch" or not pair.target.moes:
+        return divided
+    return divided + [{"tp_size": size, "ep_size": size, "attention_dp": True} for size in sizes if size > 1]
 
 
 def _formats(config: BuildConfig, clock: StepClock) -> list[str | None]:

@@ -31,15 +31,16 @@ _SEED = 20
 
 def layout_name(mapping: Mapping, num_replicas: int) -> str:
     """As `--layout` takes it."""
+    ranks = f"tp{mapping.tp_size}" if mapping.dp_size == 1 else f"dp{mapping.dp_size}"
     experts = f"ep{mapping.ep_size}" if mapping.ep_size > 1 else ""
-    return f"tp{mapping.tp_size}{experts}x{num_replicas}"
+    return f"{ranks}{experts}x{num_replicas}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEngine:
     """Replicas of one engine. With `num_draft_tokens` 0 the drafter is not used and takes no memory.
 
-    `num_pages` counts one replica. `drafter` names the algorithm.
+    `num_pages` counts one replica, or one of its ranks with requests of their own. `drafter` names the algorithm.
     """
 
     pretrained_config: PretrainedConfig
@@ -54,6 +55,11 @@ class SimulatedEngine:
     @property
     def num_gpus(self) -> int:
         return self.pretrained_config.mapping.world_size * self.num_replicas
+
+    @property
+    def num_groups(self) -> int:
+        """Of requests: a group for each replica, or for each of its ranks with requests of their own."""
+        return self.pretrained_config.mapping.dp_size * self.num_replicas
 
     @property
     def layout(self) -> str:
@@ -81,13 +87,13 @@ class Workload:
     duration_s: float  # how long requests arrive
     num_shared_tokens: int = 0
 
-    def loads(self, num_replicas: int) -> list[RequestLoad]:
-        """Loads of one replica: an even share of the clients, at least one, or of the arrivals."""
+    def loads(self, num_groups: int) -> list[RequestLoad]:
+        """Loads of one group of requests: an even share of the clients, at least one, or of the arrivals."""
         load = partial(RequestLoad, reuses_prefixes=self.num_shared_tokens > 0, seed=_SEED)
-        closed = [count // num_replicas for count in self.concurrencies if count >= num_replicas]
+        closed = [count // num_groups for count in self.concurrencies if count >= num_groups]
         loads = [load(requests=self._requests(count * self.requests_per_client), concurrency=count) for count in closed]
         for rate in self.request_rates_per_s:
-            share = rate / num_replicas
+            share = rate / num_groups
             count = max(1, round(share * self.duration_s))
             loads.append(load(requests=self._requests(count), request_rate_per_s=share))
         return loads
@@ -146,14 +152,17 @@ def sweep(
     points = []
     for engine in engines:
         work = EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0)
-        for load in workload.loads(engine.num_replicas):
+        for load in workload.loads(engine.num_groups):
             points.append(_point(engine, work, load))
             progress(f"{engine.name}, {points[-1].load_in_words}: simulated")
     return points
 
 
 def simulate(engine: SimulatedEngine, load: RequestLoad, work: EngineWork) -> tuple[LoadResult, SimulatedExecutor]:
-    """One replica under a load, and the executor that counted its steps."""
+    """One group of requests under a load, and the executor that counted its steps.
+
+    Ranks with requests of their own have equal loads, in steps that take all of them equally long.
+    """
     time = SimulatedTime()
     limits = executor_limits(engine, load)
     executor = SimulatedExecutor(limits, work, engine.clock, time, acceptance=engine.acceptance)
@@ -188,16 +197,16 @@ def executor_limits(engine: SimulatedEngine, load: RequestLoad) -> ExecutorLimit
 
 def _point(engine: SimulatedEngine, work: EngineWork, load: RequestLoad) -> SimulatedPoint:
     result, executor = simulate(engine, load, work)
-    replicas = engine.num_replicas
-    per_s = result.output_tok_per_s * replicas
+    groups = engine.num_groups
+    per_s = result.output_tok_per_s * groups
     return SimulatedPoint(
         configuration=engine.name,
         drafter=engine.drafter,
         layout=engine.layout,
         num_draft_tokens=engine.num_draft_tokens,
         num_gpus=engine.num_gpus,
-        concurrency=load.concurrency * replicas if load.concurrency else None,
-        request_rate_per_s=load.request_rate_per_s * replicas if load.request_rate_per_s else None,
+        concurrency=load.concurrency * groups if load.concurrency else None,
+        request_rate_per_s=load.request_rate_per_s * groups if load.request_rate_per_s else None,
         output_tok_per_s=per_s,
         output_tok_per_s_per_gpu=per_s / engine.num_gpus,
         tok_per_s_per_user=result.tok_per_s_per_user,

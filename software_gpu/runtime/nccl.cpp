@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
+#include <vector>
 
 using namespace software_runtime;
 
@@ -127,6 +128,12 @@ void all_gather(Communicator& own, const void* from, void* to, size_t bytes) {
     }
 }
 
+void reduce_scatter(Communicator& own, const void* from, void* to, size_t bytes, ncclDataType_t type, ncclRedOp_t op) {
+    std::vector<uint8_t> whole(static_cast<size_t>(own.num_ranks) * bytes);
+    all_reduce(own, from, whole.data(), whole.size(), type, op);
+    std::memcpy(to, whole.data() + static_cast<size_t>(own.rank) * bytes, bytes);
+}
+
 ncclResult_t join(ncclComm_t* out, int num_ranks, const ncclUniqueId& id, int rank) {
     Lock lock;
     if (num_ranks > kMaxRanks) return ncclInvalidArgument;
@@ -179,4 +186,7 @@ CUDA_API ncclResult_t ncclAllReduce(const void* from, void* to, size_t num, nccl
 }
 CUDA_API ncclResult_t ncclAllGather(const void* from, void* to, size_t num, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
     return enqueue("ncclAllGather", communicator, stream, [=](Communicator& own) { all_gather(own, from, to, num * size_of(type)); });
+}
+CUDA_API ncclResult_t ncclReduceScatter(const void* from, void* to, size_t num, ncclDataType_t type, ncclRedOp_t op, ncclComm_t communicator, cudaStream_t stream) {
+    return enqueue("ncclReduceScatter", communicator, stream, [=](Communicator& own) { reduce_scatter(own, from, to, num * size_of(type), type, op); });
 }

@@ -2,8 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,18 @@ import torch
 
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, RankError
-from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
+from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import resolved_config
 from dflash_trt.scheduler.data_parallel import DataParallelScheduler
-from dflash_trt.serving.local_engine import LocalEngine, checked_config, open_local_engine
-from tests.executor.rank_engines import KV_CACHE_BYTES, build, opened
+from tests.executor.attention_dp import engine_loop, requests, run
+from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.factories import make_target, make_zlab_drafter
 from tests.gemma_targets import EXPERTS, make_gemma
 from tests.traces import PROMPTS
 
-K = 3
-SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+_PACKED = {"target": "nvfp4_w4a16", "kv_cache": "fp8", "calibration": {"prompts": "prompts.jsonl"}}
 FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
@@ -43,44 +41,6 @@ def make_pair(root: Path, family: str) -> None:
     else:
         target = make_target(root / "target", family=family, vocab_size=12, tokenizer=False)  # type: ignore[arg-type]
     make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
-
-
-@contextmanager
-def engine_loop(engine: EngineDir, **options: Any) -> Iterator[LocalEngine]:
-    fields = {"device": "cpu", "num_threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "draft_length": K} | options
-    loop = open_local_engine(engine, checked_config(engine, RuntimeConfig(**fields)))
-    try:
-        yield loop
-    finally:
-        loop.close()
-
-
-def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
-    """Of different lengths, some of which share a beginning."""
-    prompts = [*PROMPTS, *([*SHARED, i, i + 1] for i in range(4)), [2, 4, 6], [11] * 9]
-    return [
-        Request(
-            request_id=str(i),
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(max_new_tokens=6 + i, temperature=temperature, top_k=8),
-            seed=i,
-            **fields,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def run(loop: LocalEngine, wanted: list[Request], *, at_once: int = 100) -> list[GenerationOutput]:
-    """Submit the first `at_once`, then one more a step."""
-    streams, waiting = [], list(wanted)
-    while waiting:
-        now, waiting = waiting[:at_once], waiting[at_once:]
-        at_once = 1
-        streams += [loop.submit(request) for request in now]
-        loop.step()
-    while loop.step():
-        loop.check_integrity()
-    return [stream.result(timeout_s=1) for stream in streams]
 
 
 def verified(outputs: list[GenerationOutput]) -> list[Any]:
@@ -131,7 +91,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(experts: Path) -> list[Any]:
-    with engine_loop(build(experts, tp_size=1)) as loop:
+    with engine_loop(build(experts, tp_size=1, overwrite=True)) as loop:
         return verified(run(loop, requests()))
 
 
@@ -142,6 +102,18 @@ def test_experts_are_divided_by_number_and_by_columns(
     engine = build(experts, tp_size=num_ranks, ep_size=ep_size, attention_dp=True, overwrite=True)
     with engine_loop(engine) as loop:
         assert verified(run(loop, requests(), at_once=3)) == expected
+
+
+def test_packed_experts_and_fp8_pages_too(tmp_path: Path) -> None:
+    if find_spec("modelopt") is None:
+        pytest.skip("modelopt is not installed: scripts/test installs it")
+    make_pair(tmp_path, "qwen3_moe")
+    write_calibration_prompts(tmp_path)
+    both = []
+    for tp_size, fields in ((1, {}), (2, {"ep_size": 2, "attention_dp": True})):
+        with engine_loop(build(tmp_path, tp_size=tp_size, quantization=_PACKED, **fields)) as loop:
+            both.append(verified(run(loop, requests(), at_once=3)))
+    assert both[0] == both[1]
 
 
 @pytest.fixture(scope="module")

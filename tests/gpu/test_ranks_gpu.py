@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dflash_trt.core.errors import RankError
+from tests.executor.attention_dp import engine_loop, requests, run
 from tests.executor.rank_engines import build, make_zlab_pair, opened
 from tests.gpu.family_pairs import make_pair
 from tests.traces import GREEDY, SAMPLED, integers, trace
@@ -52,3 +53,16 @@ def test_a_killed_worker_does_not_leave_the_other_gpu_waiting(tmp_path: Path) ->
         with pytest.raises(RankError, match="rank 1 of 2"):
             trace(two, GREEDY, num_draft_tokens=(3,))
         assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "chained"])
+def test_ranks_with_requests_of_their_own_give_the_tokens_of_one_rank_on_a_cpu(tmp_path: Path, overlaps: bool) -> None:
+    make_pair("deepseek v3", tmp_path)
+    sizes = {"max_batch_size": 4, "max_num_tokens": 16}
+    one = build(tmp_path, tp_size=1, **sizes)
+    two = build(tmp_path, tp_size=2, ep_size=2, attention_dp=True, **sizes)
+    with engine_loop(one) as loop:
+        expected = run(loop, requests(), at_once=3)
+    with engine_loop(two, device="cuda", overlap_scheduling=overlaps) as loop:
+        found = run(loop, requests(), at_once=3)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]

@@ -46,6 +46,7 @@ from dflash_trt.backends.torch.loading import (
 )
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import available_cores
@@ -97,7 +98,7 @@ class TorchGpuExecutor:
         ranks: RankGroup = ONE_RANK,
         is_deterministic: bool = False,
     ) -> None:
-        """`ranks` have the other shards of the network; all run the same steps.
+        """`ranks` have the other shards of the network; all run steps of the same shapes.
 
         Raises ConfigError if the engine is too large for the kernels.
         """
@@ -124,7 +125,7 @@ class TorchGpuExecutor:
             page_windows=page_plan.page_windows,
         )
         self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
-        self._host_memory = PageLockedMemory.of(self._state, self.limits, device, is_shared=ranks.num_ranks > 1)
+        self._host_memory = PageLockedMemory.of(self._state, self.limits, device, is_shared=network.mapping.tp_size > 1)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
@@ -194,7 +195,7 @@ class TorchGpuExecutor:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted."""
-        if not plan.rows.num_requests:
+        if not (plan.joint or plan.rows).num_requests:
             with self.on_stream():
                 return self._host_memory.copied(plan.page_copies, self._device)
         shape = self._shapes.of(plan)
@@ -322,7 +323,7 @@ class TorchGpuExecutor:
             self._staging.upload()
             inputs = self._assembled(shape)
             slots = StepSlots(slot_ids=self._staging.plan_inputs(shape).slot_ids)
-            ops: Any = self._make_ops(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks, slots=slots)
+            ops: Any = self._ops_of(shape)(inputs, self._resources, slots=slots)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
 
@@ -346,11 +347,9 @@ class TorchGpuExecutor:
         outputs, drafts = self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
         make_ops = partial(
-            self._make_ops,
+            self._ops_of(shape),
             resources=self._resources,
-            num_draft_tokens=shape.num_draft_tokens,
             outputs=outputs,
-            ranks=self._ranks,
             slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
         )
 
@@ -368,6 +367,15 @@ class TorchGpuExecutor:
             store=store,
         )
         return StepLaunches(self.network, self._state, memory, num_draft_tokens=shape.num_draft_tokens)
+
+    def _ops_of(self, shape: StepShape) -> Callable[..., TorchGpuOps]:
+        """Makes the ops of a step; ranks with requests of their own share the rows of experts alone."""
+        num_ranks, make = self.network.mapping.dp_size, partial(self._make_ops, num_draft_tokens=shape.num_draft_tokens)
+        if num_ranks == 1:
+            return partial(make, ranks=self._ranks)
+        num_rows = (shape.num_tokens,) * num_ranks
+        shared = SharedRows(ranks=self._ranks, num_rows=num_rows, is_in_order=self.is_deterministic)
+        return partial(make, shared_rows=shared)
 
     def _splits(self, max_rows: int) -> FixedSplits:
         limits = self.limits

@@ -23,6 +23,7 @@ from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.rows import RowsIndex, rows_of
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa, QueryTemperature
@@ -57,6 +58,7 @@ class TorchGpuOps(DrafterOps):
         num_draft_tokens: int,
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
+        shared_rows: SharedRows | None = None,
         rules: StepRules | None = None,
         slots: StepSlots | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class TorchGpuOps(DrafterOps):
         self._slots = slots
         self._resources = resources
         self._outputs = outputs
-        self._ranks = ranks
+        self._ranks, self._shared_rows = ranks, shared_rows
         self._query_factors: dict[QueryTemperature, Tensor] = {}  # float32 [T, 1, 1]
 
     def embedding(self, table: Value, token_ids: Value, scale: float = 1.0) -> Tensor:
@@ -362,10 +364,10 @@ class TorchGpuOps(DrafterOps):
         return self._ranks.all_gather_columns(tensor_of(logits))
 
     def all_gather_rows(self, x: Value) -> Value:
-        return x  # `resolved_config` refuses ranks with requests of their own
+        return x if self._shared_rows is None else self._shared_rows.all_gather(tensor_of(x))
 
     def reduce_scatter_rows(self, x: Value) -> Value:
-        return x
+        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(tensor_of(x))
 
 
 @cached

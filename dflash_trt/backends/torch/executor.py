@@ -169,9 +169,9 @@ class TorchExecutor:
         check_plan(plan, self.limits)
         self._copy_pages(plan.page_copies)
         if not plan.rows.num_requests:
-            if any(plan.rank_tokens):
+            if plan.joint is not None and plan.joint.num_requests:
                 no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype)
-                share_experts(self._ops_of_no_step(plan.rank_tokens), self.network.target_weights, no_rows)
+                share_experts(self._ops_of_no_step(plan.joint.num_tokens), self.network.target_weights, no_rows)
             return StepResult.of_no_rows()
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
         self._snapshots.restore(plan.restores)
@@ -183,7 +183,7 @@ class TorchExecutor:
             adjust=adjust,
             masks=plan.masks,
             slot_ids=slot_ids,
-            rank_tokens=plan.rank_tokens,
+            rank_tokens=plan.joint.num_tokens if plan.joint else (),
         )
         network = self.network if self._context is None else replace(self.network, drafter=self._context)
         outputs = run_step(

@@ -53,6 +53,10 @@ class RankGroup(Protocol):
         """`num_rows[r]` rows of each rank r, [n, C] -> [sum, C], rank 0's first."""
         ...
 
+    def reduce_scatter_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """The sum over the ranks of [sum, C] -> the `num_rows[r]` rows of this one; may be written into `x`."""
+        ...
+
     def smallest(self, number: int) -> int:
         """Minimum over the ranks' numbers."""
         ...
@@ -74,6 +78,9 @@ class OneRank:
         return x
 
     def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        return x
+
+    def reduce_scatter_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
         return x
 
     def smallest(self, number: int) -> int:
@@ -158,8 +165,19 @@ class ProcessRanks:
         padded = x if len(x) == most else torch.cat((x, x.new_zeros(most - len(x), x.shape[1])))
         gathered = x.new_empty(self.num_ranks * most, x.shape[1])
         self._exchange(self._group._allgather_base, gathered, padded.contiguous())
+        if sum(num_rows) == len(gathered):
+            return gathered
         parts = zip(gathered.chunk(self.num_ranks), num_rows, strict=True)
         return torch.cat([part[:count] for part, count in parts])
+
+    def reduce_scatter_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        count = num_rows[self.rank]
+        if self.device.type == "cuda" and count * self.num_ranks == len(x):
+            own = x.new_empty(count, x.shape[1])
+            self._exchange(self._group._reduce_scatter_base, own, x.contiguous())
+            return own
+        start = sum(num_rows[: self.rank])
+        return self.all_reduce(x)[start : start + count]
 
     def smallest(self, number: int) -> int:
         tensor = torch.tensor([number], device=self.device)

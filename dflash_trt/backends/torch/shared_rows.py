@@ -1,6 +1,8 @@
 """Rows of a step that all ranks compute together: those of experts, where ranks have requests of their own."""
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from torch import Tensor
 
@@ -21,9 +23,8 @@ class SharedRows:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Each rank's part [sum, H] of all rows -> the sum of this rank's rows [N, H]."""
-        start = sum(self.num_rows[: self.ranks.rank])
-        mine = slice(start, start + self.num_rows[self.ranks.rank])
         if not self.is_in_order:
-            return self.ranks.all_reduce(x)[mine]
-        first, *others = self.ranks.all_gather_columns(x)[mine].chunk(self.ranks.num_ranks, dim=1)
-        return sum(others, start=first)
+            return self.ranks.reduce_scatter_rows(x, self.num_rows)
+        start, count = sum(self.num_rows[: self.ranks.rank]), self.num_rows[self.ranks.rank]
+        parts = self.ranks.all_gather_columns(x)[start : start + count].float().chunk(self.ranks.num_ranks, dim=1)
+        return reduce(add, parts).to(x.dtype)

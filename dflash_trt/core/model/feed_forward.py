@@ -1,5 +1,6 @@
 """Feed-forward kinds of a layer: a gated MLP, or a mixture of experts."""
 
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -124,14 +125,17 @@ class Moe(Frozen):
         return {} if self.shared_size is None else {"shared_size": self.shared_size}
 
     def moved_features(self, hidden_size: int, mapping: Mapping) -> int:
-        """See `Dense`."""
-        return hidden_size + self.num_experts + self._chosen_features(hidden_size, mapping)
+        """See `Dense`. A rank that shares the experts of others' rows computes as much for them as they for it."""
+        shared_rows = max(1, mapping.dp_size // mapping.ep_size)
+        return hidden_size + self.num_experts + shared_rows * self._chosen_features(hidden_size, mapping)
 
     def held_features(self, hidden_size: int, mapping: Mapping) -> int:
         """See `Dense`."""
-        of_shared = 3 * (self.shared_size or 0) // mapping.tp_size
+        of_shared = mapping.dp_size * 3 * (self.shared_size or 0) // mapping.num_expert_ranks
         sums = (self.shared_size is not None) + 2 * self.has_own_norms
-        return self.num_experts + max(self._chosen_features(hidden_size, mapping), of_shared) + sums * hidden_size
+        of_chosen = mapping.dp_size * self._chosen_features(hidden_size, mapping)
+        gathered = 2 * mapping.dp_size * hidden_size if mapping.dp_size > 1 else 0  # rows and results of all ranks
+        return mapping.dp_size * self.num_experts + max(of_chosen, of_shared) + gathered + sums * hidden_size
 
     def _chosen_features(self, hidden_size: int, mapping: Mapping) -> int:
         return self.num_experts_per_token * (self.intermediate_size // mapping.moe_tp_size + hidden_size)
@@ -159,7 +163,8 @@ class Moe(Frozen):
         if self.has_choice_bias:
             table[f"{prefix}.router_choice_bias"] = WeightSpec(shape=(experts,), is_float32=True)
         if self.shared is not None:
-            table |= self.shared.weights(f"{prefix}.shared", hidden_size)
+            shared = self.shared.weights(f"{prefix}.shared", hidden_size)
+            table |= {name: replace(spec, is_beside_experts=not self.has_own_norms) for name, spec in shared.items()}
         if self.has_shared_gate:
             table[f"{prefix}.shared_gate"] = WeightSpec(shape=(1, hidden_size))
         if self.routing == "scaled_softmax_top_k":

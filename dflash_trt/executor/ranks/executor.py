@@ -251,18 +251,19 @@ class DataParallelExecutor(RankedExecutor):
             return self._start(lambda: self._workers.send_each(orders), lambda: self._local.submit(own))
 
         if self.has_queue:
-            return _QueuedStep(start(), self._gathered)
-        return FinishedStep(lambda: self._gathered(start().result))
+            return _QueuedStep(start(), self._finish)
+        return FinishedStep(lambda: self._finish(start().result))
 
-    def _gathered(self, read: Callable[[], StepResult]) -> StepResult:
-        """This rank's result, with the workers'."""
-        own = self._alike(read)
+    def _finish(self, read: Callable[[], _Outcome], *, lateness: int = 0) -> _Outcome:
+        """Read this rank's outcome, with the workers' results; logits of a rank alone are rounded in its own way."""
+        outcome = self._alike(read)
         with self._workers.watched():
             reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
-            others = [report.result for report in reports if isinstance(report, Returned)]
-            if len(others) < len(reports):
+            if not all(isinstance(report, Ran | Returned) for report in reports):
                 raise self._given_up(reports, None)
-        return replace(own, others=tuple(others))
+        if isinstance(outcome, Tensor):
+            return outcome
+        return replace(outcome, others=tuple(report.result for report in reports if isinstance(report, Returned)))
 
     def _have_failed_alike(self, reports: Reports, error: Exception) -> bool:
         return False

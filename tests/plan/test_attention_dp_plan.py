@@ -1,0 +1,101 @@
+"""Ranks with requests of their own in the plan: what each holds and computes, and what all of them give."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.checkpoint.pair import read_pair
+from dflash_trt.checkpoint.specs import PairSpecs, with_draft_window
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.plan.gpus import gpu_of
+from dflash_trt.plan.kernel_fits import FittedKernels
+from dflash_trt.plan.planning import EnginePlan, plan_engine
+from dflash_trt.plan.step_costs import StepClock, assumed_costs
+from dflash_trt.simulation.advice import Goal, Layout, layouts
+from dflash_trt.simulation.load import Lengths
+from scripts.published_shapes import write_shape
+from tests.plan.test_step_work import ATTENTION, MOE, H, rows, work
+
+SHARED = MOE.model_copy(update={"shared_size": 48})
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> PairSpecs:
+    root = tmp_path_factory.mktemp("kimi")
+    return read_pair(write_shape(root, "moonshotai/Kimi-K2.6"), write_shape(root, "z-lab/Kimi-K2.6-DFlash"))
+
+
+def plan(pair: PairSpecs, gpu: str, *, attention_dp: bool, draft_window: int | None = None) -> EnginePlan:
+    limits = (16, 1024) if attention_dp else (64, 4096)
+    config = BuildConfig(
+        target="t",
+        drafter="d",
+        draft_window=draft_window,
+        tp_size=8,
+        ep_size=8,
+        attention_dp=attention_dp,
+        max_batch_size=limits[0],
+        max_num_tokens=limits[1],
+        max_seq_len=131072,
+    )
+    return plan_engine(config, with_draft_window(pair, draft_window), gpu_of(gpu))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "draft_window", "least"), [("h200", None, 4.5), ("h200", 4096, 5.8), ("b300", None, 5.6), ("b300", 4096, 7)]
+)
+def test_eight_ranks_hold_many_times_the_latents_of_tensor_parallelism(
+    kimi: PairSpecs, gpu: str, draft_window: int | None, least: float
+) -> None:
+    """Eight times less what each rank has of all: weights of attention and drafter, and the drafter's K/V."""
+    divided, own = (plan(kimi, gpu, attention_dp=dp, draft_window=draft_window) for dp in (False, True))
+    assert divided.fits and own.fits
+    assert own.num_kv_tokens >= least * divided.num_kv_tokens
+    assert own.pages is not None and own.num_kv_tokens == 8 * own.pages.num_tokens
+    assert own.max_requests(8192) % 8 == 0
+    assert own.memory.weights_bytes > divided.memory.weights_bytes
+
+
+def test_a_rank_computes_its_rows_and_its_experts_for_the_rows_of_all() -> None:
+    own = work(ATTENTION, feed_forward=SHARED, mapping=Mapping(world_size=4, dp_size=4, ep_size=4)).of(rows((3, 9)))
+    alone = work(ATTENTION, feed_forward=SHARED).of(rows((3, 9)))
+    all_rows = work(ATTENTION, feed_forward=SHARED, mapping=Mapping(world_size=4, tp_size=4, ep_size=4)).of(
+        rows(*[(3, 9)] * 4)
+    )
+    experts, of_all = ([item for item in made.products if item.experts is not None] for made in (own, all_rows))
+    assert experts == of_all and experts[0].experts is not None and experts[0].experts.num_tokens == 12
+    assert (own.kv_bytes, own.mixing_flops, own.num_logits) == (alone.kv_bytes, alone.mixing_flops, alone.num_logits)
+    by_shape = {item.shape: (item.rows, item.elements) for item in own.products}
+    assert by_shape[ATTENTION.q_size + 2 * ATTENTION.kv_size, H] == (3, (ATTENTION.q_size + 2 * ATTENTION.kv_size) * H)
+    assert by_shape[2 * 48 // 4, H] == (12, 2 * 48 // 4 * H), "the MLP beside the experts: its part, for all rows"
+
+
+def test_ranks_exchange_the_rows_of_experts_alone() -> None:
+    mapping = Mapping(world_size=4, dp_size=4, ep_size=2)
+    found = work(ATTENTION, ATTENTION, feed_forward=MOE, mapping=mapping).of(rows((3, 9), (2, 5)))
+    received = 2 * 20 * H * 4 * 3 / 4  # layers, rows, float32, of three of four ranks
+    assert [(item.kind, item.count, item.rows, item.features, item.num_bytes) for item in found.exchanges] == [
+        ("all_gather", 2, 20, H, received),
+        ("reduce_scatter", 2, 20, H, received),
+    ]
+    assert found.num_ranks == 4
+
+
+def advice(root: Path, target: str) -> list[Layout]:
+    h200 = gpu_of("h200")
+    clock = StepClock(h200, assumed_costs(h200), [FittedKernels(h200)])
+    config = BuildConfig(target="t", max_batch_size=16, max_seq_len=2048, max_num_tokens=2048)
+    pair = read_pair(write_shape(root, target), None)
+    goal = Goal(num_gpus=4, lengths=Lengths(num_prompt_tokens=512, num_output_tokens=256))
+    return [layout for layout in layouts(config, [(pair, None)], clock, goal)[0] if not layout.num_prefill_workers]
+
+
+def test_advice_compares_them_where_there_are_experts(tmp_path: Path) -> None:
+    found = {layout.name: layout for layout in advice(tmp_path, "openai/gpt-oss-120b")}
+    assert {"dp2ep2x2", "dp4ep4x1", "tp4ep4x1"} <= found.keys()
+    own, replicas = found["dp4ep4x1"], found["tp1x4"]
+    assert own.num_replicas == 1 and own.max_requests == 16
+    speeds = [layout.speed(8, 0).output_tok_per_s for layout in (own, replicas)]
+    assert 1 < speeds[0] / speeds[1] < 2, "four groups of requests each, of which one reads a quarter of the experts"
+    assert not any(name.startswith("dp") for name in {layout.name for layout in advice(tmp_path, "Qwen/Qwen3-8B")})
