@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dflash_trt.bench.lockstep import Lockstep, LockstepReport, Work
 from dflash_trt.bench.request_load import counted_clients
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
@@ -67,9 +68,15 @@ def compare_policies(
     drafts from texts only.
 
     Raises:
+        ConfigError: the engine's ranks have requests of their own, whose K is one.
         SettingError: the engine cannot draft that many.
     """
     engine = EngineDir.open(engine_dir)
+    if engine.manifest.pretrained_config.mapping.dp_size > 1:
+        hint = "Measure it with `dflash-trt bench serve`, or an engine built without --attention-dp."
+        raise ConfigError.about(
+            "bench throughput", expected="an engine whose ranks share requests", found="attention_dp", hint=hint
+        )
     most = max_draft_len(engine)
     lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
     for length in lengths:

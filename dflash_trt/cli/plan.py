@@ -267,12 +267,12 @@ def describe(
 
     config, limits, gpu = made.pretrained_config, made.build_config, made.gpu
     dp_size = config.mapping.dp_size
-    steps = [
+    steps = dict.fromkeys(
         Step(num_requests=-(-requests // dp_size), context_len=length, num_draft_tokens=limits.max_draft_len)
         for length in contexts
         for requests in concurrencies
         if requests <= made.max_requests(length)
-    ]
+    )
     return {
         "gpu": asdict(gpu),
         "fits": made.fits,

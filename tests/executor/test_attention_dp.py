@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.bench.throughput import compare_policies
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, RankError
 from dflash_trt.core.request import GenerationOutput
@@ -209,6 +210,18 @@ def test_what_ranks_with_requests_of_their_own_do_not_have_is_refused_by_name(
     for backend in ("tensorrt", "tensorrt_llm"):
         with pytest.raises(ValueError, match=f"attention_dp needs backend torch; engines of {backend}"):
             BuildConfig(target="target", tp_size=2, attention_dp=True, backend=backend)
+    with pytest.raises(ConfigError, match="bench throughput: expected an engine whose ranks share requests"):
+        compare_policies(
+            two_ranks.path,
+            [],
+            concurrencies=[1],
+            fixed_lengths=[],
+            num_rounds=1,
+            requests_per_client=1,
+            max_new_tokens=1,
+            config=RuntimeConfig(device="cpu"),
+            progress=print,
+        )
     make_target(tmp_path / "target", family="qwen3", vocab_size=12, tokenizer=False)
     with pytest.raises(ConfigError, match="attention_dp: expected a target with experts"):
         build(tmp_path, tp_size=2, attention_dp=True, drafter=None)

@@ -1,0 +1,77 @@
+"""Layouts of a node for targets with experts, as `dflash-trt plan` has them: the table of docs/scaling.md.
+
+PYTHONPATH=. python scripts/node_layouts.py [GPU]
+
+Config files are the publishers' where aiconfigurator-core is installed, as in tests. Without a GPU nothing is measured.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dflash_trt.checkpoint.pair import read_pair
+from dflash_trt.checkpoint.specs import PairSpecs
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.plan.gpus import GPUS_PER_NODE, gpu_of
+from dflash_trt.plan.step_costs import clock_of
+from dflash_trt.simulation.acceptance import AcceptanceByPosition
+from dflash_trt.simulation.advice import Goal, Layout, choices, layouts
+from dflash_trt.simulation.load import Lengths
+from scripts.published_shapes import write_config
+
+_RATE: Final = 0.8  # of drafts, after an accepted one
+_GOALS: Final = (50.0, 100.0, 200.0)  # tok/s per user
+_LENGTHS: Final = Lengths(num_prompt_tokens=4096, num_output_tokens=1024)
+_NAMES: Final = ("tp8x1", "tp8ep8x1", "dp8ep8x1", "tp1x8")
+_PAIRS: Final = (
+    ("moonshotai/Kimi-K2.6", "z-lab/Kimi-K2.6-DFlash"),
+    ("deepseek-ai/DeepSeek-V3", None),
+    ("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
+    ("Qwen/Qwen3.5-397B-A17B", "z-lab/Qwen3.5-397B-A17B-DFlash"),
+)
+
+
+def _found(pair: PairSpecs, gpu: str) -> dict[str, Layout]:
+    """By name, of the largest batch that fits; no prefill workers."""
+    config = BuildConfig(target="t", max_batch_size=256, max_num_tokens=4096, max_seq_len=131072)
+    acceptance = None
+    if pair.draft is not None:
+        acceptance = AcceptanceByPosition(tuple(_RATE**i for i in range(1, pair.draft.max_draft_len + 1)))
+    goal = Goal(num_gpus=GPUS_PER_NODE, lengths=_LENGTHS)
+    found, _ = layouts(config, [(pair, acceptance)], clock_of(gpu_of(gpu), None), goal)
+    return {layout.name: layout for layout in found if layout.format is None and not layout.num_prefill_workers}
+
+
+def _rows(target: str, drafter: str | None, gpu: str, root: Path) -> Iterator[str]:
+    pair = read_pair(write_config(root, target), None if drafter is None else write_config(root, drafter))
+    found = _found(pair, gpu)
+    for name in _NAMES:
+        cells = [target.partition("/")[2], gpu.upper(), name]
+        if name not in found:
+            yield f"| {' | '.join((*cells, '-', *['-'] * len(_GOALS)))} |"
+            continue
+        layout = found[name]
+        cells.append(f"{layout.num_replicas * layout.made.num_kv_tokens / 1e6:.2f} M")
+        for per_user in _GOALS:
+            goal = Goal(num_gpus=GPUS_PER_NODE, lengths=_LENGTHS, per_user=per_user)
+            best = choices([layout], goal)
+            cells.append(f"{best[0].speed.output_tok_per_s:,.0f}" if best else "-")
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    gpu = sys.argv[1] if len(sys.argv) > 1 else "h200"
+    goals = (f"tok/s at {per_user:g} per user" for per_user in _GOALS)
+    print(f"| target | 8 x | layout | K/V tokens | {' | '.join(goals)} |")
+    print(f"|---|---|---|---{'|---' * len(_GOALS)}|")
+    with tempfile.TemporaryDirectory() as directory:
+        for target, drafter in _PAIRS:
+            for line in _rows(target, drafter, gpu, Path(directory)):
+                print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
