@@ -79,13 +79,18 @@ def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
 
 
 def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape that a plan runs in: the next bucket, or its own size if that is large; of all ranks the largest."""
+    """The shape that a plan runs in: the next bucket, or its own size if that is large.
+
+    Ranks with requests of their own have one bucket of verify blocks. Other steps are not padded for them: experts
+    would compute the padding of all ranks.
+    """
     joint, num_drafts = plan.joint or JointRows.of([plan.rows]), plan.rows.num_draft_tokens
-    bucket, num_tokens = bucket_of(joint.num_requests, limits), max(joint.num_tokens)
+    bucket, num_tokens = bucket_of(joint.num_requests, limits), plan.rows.total_tokens
     if joint.is_decode:
         return decode_shape(bucket, num_drafts)
-    return _mixed_shape(bucket, num_tokens, num_drafts, limits) or StepShape(
-        num_requests=joint.num_requests,
+    padded = _mixed_shape(bucket, num_tokens, num_drafts, limits) if len(joint.num_tokens) == 1 else None
+    return padded or StepShape(
+        num_requests=plan.rows.num_requests,
         num_tokens=num_tokens,
         num_draft_tokens=num_drafts,
         is_decode=False,
@@ -125,17 +130,17 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
 
 
 def warm_shapes(
-    limits: ExecutorLimits, draft_lens: Iterable[int], *, tile_edges: Iterable[int] = ()
+    limits: ExecutorLimits, draft_lens: Iterable[int], *, tile_edges: Iterable[int] = (), pads_prompts: bool = True
 ) -> list[StepShape]:
     """Shapes to run before serving, so that steps of these K and K = 0 neither capture nor compile.
 
     The largest come first. Shapes with `has_graph` are to be captured: every bucket of verify blocks, and as many
-    steps with a prefill chunk as MAX_GRAPHS leaves. The others compile the remaining kernels, including one size after
-    each of `tile_edges`: numbers of tokens after which a kernel uses another tile.
+    steps with a prefill chunk as MAX_GRAPHS leaves, if `pads_prompts`. The others compile the remaining kernels,
+    including one size after each of `tile_edges`: numbers of tokens after which a kernel uses another tile.
     """
     lens = sorted({0, *(min(length, limits.max_draft_len) for length in draft_lens)}, reverse=True)
     captured = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
-    mixed = [shape for length in lens for shape in mixed_shapes(limits, num_draft_tokens=length)]
+    mixed = [shape for length in lens if pads_prompts for shape in mixed_shapes(limits, num_draft_tokens=length)]
     mixed.sort(key=lambda shape: shape.num_tokens)
     captured += mixed[: max(0, MAX_GRAPHS - len(captured))]
     compiled = (shape for length in lens for shape in prefill_kernel_shapes(limits, length, tile_edges=tile_edges))

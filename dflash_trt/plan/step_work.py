@@ -145,8 +145,11 @@ class EngineWork:
             for decoder in self._decoders()
         ]
 
-    def of(self, rows: ComputedRows) -> StepWork:
-        """The work of a step of these rows."""
+    def of(self, rows: ComputedRows, *, shared_tokens: int | None = None) -> StepWork:
+        """The work of a step of these rows.
+
+        Where ranks have requests of their own, `shared_tokens` are those of all ranks (default: all have as many).
+        """
         num_requests, num_tokens = rows.num_requests, int(rows.num_tokens.sum())
         drafts, draft = rows.num_draft_tokens, self._draft
         num_passes = draft.num_passes(drafts) if draft is not None else 0
@@ -170,10 +173,11 @@ class EngineWork:
         if draft is not None:
             moved += num_passes * draft_rows * self._features[1]
         mixed = [mixing.of(rows, num_passes, computed_slots) for mixing in self._mixings]
+        shared = num_tokens * self._config.mapping.dp_size if shared_tokens is None else shared_tokens
         return StepWork(
             num_requests=num_requests,
             num_tokens=num_tokens,
-            products=tuple(self._products(uses)),
+            products=tuple(self._products(uses, shared)),
             vector_bytes=sum(b * uses[k.rows][1] for k, (_, b, _) in self._sums.items() if not k.is_product),
             kv_bytes=sum(item.num_bytes for item in mixed),
             mixing_flops=sum(item.flops for item in mixed),
@@ -183,18 +187,18 @@ class EngineWork:
             num_passes=num_passes,
             num_ranks=self._config.mapping.world_size,
             mixings=tuple(mixed),
-            exchanges=tuple(self._exchanges(num_tokens, slots, draft_rows, num_requests * drafts, num_passes)),
+            exchanges=tuple(self._exchanges(shared, slots, draft_rows, num_requests * drafts, num_passes)),
         )
 
-    def _products(self, uses: dict[str, tuple[float, int]]) -> Iterator[Product]:
+    def _products(self, uses: dict[str, tuple[float, int]], shared_tokens: int) -> Iterator[Product]:
         mapping, hidden_size = self._config.mapping, self._config.target.hidden_size
         for kind, (elements, num_bytes, count) in self._sums.items():
             rows, times = uses[kind.rows]
             if not kind.is_product or not times:
                 continue
             part, experts = 1.0, None
-            if kind.moe is not None or kind.is_beside_experts:
-                rows *= mapping.dp_size
+            if mapping.dp_size > 1 and (kind.moe is not None or kind.is_beside_experts):
+                rows = shared_tokens
             if kind.moe is not None:
                 experts = Experts(
                     hidden_size=hidden_size,
@@ -225,10 +229,9 @@ class EngineWork:
             return
         part = (num_ranks - 1) / num_ranks * self._itemsize
         if self._config.mapping.dp_size > 1:
-            rows, count = num_ranks * tokens, len(target.moes)
-            sizes = {"count": count, "rows": rows, "features": target.hidden_size}
+            sizes = {"count": len(target.moes), "rows": tokens, "features": target.hidden_size}
             for kind in ("all_gather", "reduce_scatter"):
-                yield Exchange(kind=kind, num_bytes=count * rows * target.hidden_size * part, **sizes)
+                yield Exchange(kind=kind, num_bytes=math.prod(sizes.values()) * part, **sizes)
             return
 
         def reduced(count: int, rows: int, features: int) -> Exchange:

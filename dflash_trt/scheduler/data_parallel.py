@@ -19,6 +19,7 @@ from dflash_trt.scheduler.scheduler import Scheduler, check_fits, max_len_of
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.shared_prefixes import SharedPrefixes
 from dflash_trt.scheduler.statistics import SchedulerStatistics, of_all_ranks
+from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.scheduler.waiting_queue import check_queue
 
 
@@ -205,6 +206,19 @@ class DataParallelScheduler:
                     break
                 rank.give_up(sequence)
                 min(others, key=self._cost_of(sequence)).adopt(sequence, now)
+
+
+def make_scheduler(
+    limits: ExecutorLimits,
+    config: SchedulerConfig | None = None,
+    policy: DraftLengthPolicy | None = None,
+    *,
+    num_ranks: int,
+) -> StepScheduler:
+    """The scheduler of an engine of which `num_ranks` ranks have requests of their own (`Mapping.dp_size`)."""
+    if num_ranks == 1:
+        return Scheduler(limits, config, policy)
+    return DataParallelScheduler(limits, config, policy, num_ranks=num_ranks)
 
 
 class _RankDraftLength(DraftLengthPolicy):

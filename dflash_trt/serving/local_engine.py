@@ -15,7 +15,7 @@ from dflash_trt.core.garbage import paused_collection
 from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.data_parallel import DataParallelScheduler
+from dflash_trt.scheduler.data_parallel import make_scheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_scheduler import StepScheduler
@@ -114,11 +114,7 @@ def _open(
     with ExitStack() as stack:  # until everything is well
         stack.callback(executor.close)
         dp_size = engine.manifest.pretrained_config.mapping.dp_size
-        scheduler: StepScheduler = (
-            Scheduler(executor.limits, scheduler_config, policy)
-            if dp_size == 1
-            else DataParallelScheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
-        )
+        scheduler = make_scheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
         if config.disk_cache_dir is not None:
             assert isinstance(scheduler, Scheduler), "refused by `resolved_config`"

@@ -34,7 +34,7 @@ _FORMATS: Final = ("fp8", "nvfp4")  # that a checkpoint without a format may tak
 _WORTH: Final = 1.02  # another K is named where it gives this much more
 _PREFILL_MIN_TOKENS: Final = 512  # as `serve --prefill-min-tokens`
 _MAX_BUSY: Final = 0.9  # part of the time that prefill workers compute, at most
-_MARGIN: Final = 1.1  # what prefill workers must gain to be the choice: no GPU has run them
+_MARGIN: Final = 1.1  # what layouts that no GPU has run must gain to be the choice
 # Bytes per second of blocks of K/V between host and GPU (PCIe 5.0: 16 lanes of 32 GT/s), and into files in memory and
 # out of them: threads of a worker on a large host, each as fast as one of an AMD EPYC (`scripts/block_rates.py`).
 _LINK_RATE: Final = 64e9
@@ -105,6 +105,11 @@ class Layout:
         return layout_name(self.made.pretrained_config.mapping, self.num_replicas)
 
     @property
+    def is_untried(self) -> bool:
+        """No GPU has run prefill workers, or ranks with requests of their own."""
+        return self.num_prefill_workers > 0 or self._groups_per_replica > 1
+
+    @property
     def prompt_bytes(self) -> int:
         """K/V of a prompt on one rank."""
         pages = self.made.pages
@@ -164,9 +169,11 @@ class Layout:
         length = 1.0 if self.acceptance is None else self.acceptance.acceptance_length(num_draft_tokens)
         step_s = self._step_s(num_requests, num_draft_tokens + 1, prompt + output // 2, num_draft_tokens)
         decoding_s = output / min(length, output) * step_s
-        is_apart = self.num_prefill_workers > 0
-        prompts = self._prompts_apart if is_apart else self._prompts_between
-        coming_s, requests_per_s, first_s = prompts(num_requests, decoding_s, num_draft_tokens)
+        if self.num_prefill_workers:
+            coming_s, requests_per_s, first_s = self._prompts_apart(num_requests, decoding_s, num_draft_tokens)
+        else:
+            part = num_requests * min(length, output) / output
+            coming_s, requests_per_s, first_s = self._prompts_between(num_requests, decoding_s, num_draft_tokens, part)
         return Speed(
             num_requests=num_requests,
             num_draft_tokens=num_draft_tokens,
@@ -177,10 +184,16 @@ class Layout:
         )
 
     def _prompts_between(
-        self, num_requests: int, decoding_s: float, num_draft_tokens: int
+        self, num_requests: int, decoding_s: float, num_draft_tokens: int, part: float
     ) -> tuple[float, float, float]:
-        """Seconds that a prompt takes from other requests, requests per second in all, seconds of a prompt alone."""
+        """Seconds that a prompt takes from other requests, requests per second in all, seconds of a prompt alone.
+
+        `part` of a rank's steps have a prompt. Ranks with requests of their own wait for the prompts of all of them,
+        but for those in one step.
+        """
         prompt_s = self._prompt_s(min(num_requests, self._prompts_of_a_step), num_draft_tokens)
+        part = min(1.0, part)
+        prompt_s *= (1 - (1 - part) ** self._groups_per_replica) / part
         num_groups = self.num_replicas * self._groups_per_replica
         per_s = num_groups * num_requests / (num_requests * prompt_s + decoding_s)
         return prompt_s, per_s, self._prompt_s(1, num_draft_tokens)
@@ -217,7 +230,9 @@ class Layout:
                 context_lens=np.full(num_requests, context),
                 num_draft_tokens=num_draft_tokens,
             )
-            self._seconds[key] = self.clock.time(self._work.of(rows)).total_s
+            is_prompt = num_tokens > num_draft_tokens + 1  # of which other ranks seldom have one in the same step
+            shared_tokens = num_requests * num_tokens if is_prompt else None
+            self._seconds[key] = self.clock.time(self._work.of(rows, shared_tokens=shared_tokens)).total_s
         return self._seconds[key]
 
     @cached_property
@@ -276,7 +291,7 @@ def layouts(
 
 
 def choices(found: Sequence[Layout], goal: Goal) -> list[Choice]:
-    """The best batch of each layout that meets the goal, the best layout first; prefill workers less a margin."""
+    """The best batch of each layout that meets the goal, the best layout first; what no GPU has run less a margin."""
     best = []
     for layout in found:
         met = [speed for speed in layout.by_batch_size.values() if goal.is_met(speed)]
@@ -284,7 +299,7 @@ def choices(found: Sequence[Layout], goal: Goal) -> list[Choice]:
             best.append(Choice(layout=layout, speed=max(met, key=goal.value)))
 
     def rank(choice: Choice) -> float:
-        return goal.value(choice.speed) / (_MARGIN if choice.layout.num_prefill_workers else 1.0)
+        return goal.value(choice.speed) / (_MARGIN if choice.layout.is_untried else 1.0)
 
     return sorted(best, key=rank, reverse=True)
 

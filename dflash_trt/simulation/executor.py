@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult, StepRows
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.step_costs import StepClock, StepTime
 from dflash_trt.plan.step_floor import floor_of
-from dflash_trt.plan.step_work import EngineWork
+from dflash_trt.plan.step_work import EngineWork, StepWork
 from dflash_trt.simulation.acceptance import AcceptanceByPosition
 
 
@@ -70,35 +71,53 @@ class SimulatedExecutor:
         self._work, self._clock, self._time = work, clock, time
         self._acceptance = acceptance
         self._dice = np.random.default_rng(seed)
-        self._context_lens = np.zeros(limits.max_batch_size, np.int64)  # by slot
+        self._context_lens: list[Array] = []  # by slot, of each rank with requests of its own
         self._free_s = 0.0  # when the device has done what it was given
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
-        rows = plan.rows
-        starts = np.where(rows.context_lens == CHAINED, self._context_lens[rows.slot_ids], rows.context_lens)
-        computed = ComputedRows(num_tokens=rows.num_tokens, context_lens=starts, num_draft_tokens=rows.num_draft_tokens)
-        work = self._work.of(computed)
-        took = self._clock.time(work)
+        """All ranks take as long as the slowest."""
+        plans = (plan, *plan.others)
+        while len(self._context_lens) < len(plans):
+            self._context_lens.append(np.zeros(self.limits.max_batch_size, np.int64))
+        starts = [self._starts(each.rows, known) for each, known in zip(plans, self._context_lens, strict=True)]
+        took, work = max(self._works(plans, starts), key=lambda timed: timed[0].device_s)
         ends_s = self._enqueue(took)
         self.num_steps += 1
         self.device_s += took.device_s
         for source, seconds in took.known_s.items():
             self.known_s[source] += seconds
         self.floor_s += floor_of(work, self._clock.gpu).total_s
-        return SimulatedStep(self._result(plan, starts), took.device_s, lambda: self._time.reach(ends_s))
+        first, *others = (self._result(*parts) for parts in zip(plans, starts, self._context_lens, strict=True))
+        result = replace(first, others=tuple(others))
+        return SimulatedStep(result, took.device_s, lambda: self._time.reach(ends_s))
+
+    def _starts(self, rows: StepRows, context_lens: Array) -> Array:
+        starts: Array = np.where(rows.context_lens == CHAINED, context_lens[rows.slot_ids], rows.context_lens)
+        return starts
+
+    def _works(self, plans: Sequence[StepPlan], starts: Sequence[Array]) -> Iterator[tuple[StepTime, StepWork]]:
+        """Of each rank that has rows."""
+        shared_tokens = None if plans[0].joint is None else sum(plans[0].joint.num_tokens)
+        for rows, context_lens in zip((plan.rows for plan in plans), starts, strict=True):
+            if rows.num_requests:
+                computed = ComputedRows(
+                    num_tokens=rows.num_tokens, context_lens=context_lens, num_draft_tokens=rows.num_draft_tokens
+                )
+                work = self._work.of(computed, shared_tokens=shared_tokens)
+                yield self._clock.time(work), work
 
     def _enqueue(self, took: StepTime) -> float:
         self._time.now_s += took.host_s
         self._free_s = max(self._free_s, self._time.now_s) + took.device_s
         return self._free_s
 
-    def _result(self, plan: StepPlan, starts: Array) -> StepResult:
+    def _result(self, plan: StepPlan, starts: Array, context_lens: Array) -> StepResult:
         rows, width = plan.rows, plan.rows.num_draft_tokens + 1
         num_accepted = np.zeros(rows.num_requests, np.int64)
         if self._acceptance is not None:
             num_accepted = self._acceptance.draw(self._dice, rows.num_candidates)
         next_lens = starts + rows.num_tokens - rows.num_candidates + num_accepted
-        self._context_lens[rows.slot_ids] = next_lens
+        context_lens[rows.slot_ids] = next_lens
         return StepResult(
             emitted_tokens=np.zeros((rows.num_requests, width), np.int32),
             emitted_logprobs=np.zeros((rows.num_requests, width), np.float32),

@@ -16,8 +16,8 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.data_parallel import make_scheduler
 from dflash_trt.scheduler.draft_length import FixedDraftLength
-from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.simulation.acceptance import AcceptanceByPosition
 from dflash_trt.simulation.executor import SimulatedExecutor, SimulatedTime
@@ -57,11 +57,6 @@ class SimulatedEngine:
         return self.pretrained_config.mapping.world_size * self.num_replicas
 
     @property
-    def num_groups(self) -> int:
-        """Of requests: a group for each replica, or for each of its ranks with requests of their own."""
-        return self.pretrained_config.mapping.dp_size * self.num_replicas
-
-    @property
     def layout(self) -> str:
         return layout_name(self.pretrained_config.mapping, self.num_replicas)
 
@@ -87,13 +82,13 @@ class Workload:
     duration_s: float  # how long requests arrive
     num_shared_tokens: int = 0
 
-    def loads(self, num_groups: int) -> list[RequestLoad]:
-        """Loads of one group of requests: an even share of the clients, at least one, or of the arrivals."""
+    def loads(self, num_replicas: int) -> list[RequestLoad]:
+        """Loads of one replica: an even share of the clients, at least one, or of the arrivals."""
         load = partial(RequestLoad, reuses_prefixes=self.num_shared_tokens > 0, seed=_SEED)
-        closed = [count // num_groups for count in self.concurrencies if count >= num_groups]
+        closed = [count // num_replicas for count in self.concurrencies if count >= num_replicas]
         loads = [load(requests=self._requests(count * self.requests_per_client), concurrency=count) for count in closed]
         for rate in self.request_rates_per_s:
-            share = rate / num_groups
+            share = rate / num_replicas
             count = max(1, round(share * self.duration_s))
             loads.append(load(requests=self._requests(count), request_rate_per_s=share))
         return loads
@@ -152,22 +147,21 @@ def sweep(
     points = []
     for engine in engines:
         work = EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0)
-        for load in workload.loads(engine.num_groups):
+        for load in workload.loads(engine.num_replicas):
             points.append(_point(engine, work, load))
             progress(f"{engine.name}, {points[-1].load_in_words}: simulated")
     return points
 
 
 def simulate(engine: SimulatedEngine, load: RequestLoad, work: EngineWork) -> tuple[LoadResult, SimulatedExecutor]:
-    """One group of requests under a load, and the executor that counted its steps.
-
-    Ranks with requests of their own have equal loads, in steps that take all of them equally long.
-    """
+    """One replica under a load, and the executor that counted its steps."""
     time = SimulatedTime()
     limits = executor_limits(engine, load)
     executor = SimulatedExecutor(limits, work, engine.clock, time, acceptance=engine.acceptance)
     config = SchedulerConfig(enable_prefix_caching=load.reuses_prefixes)
-    scheduler = Scheduler(limits, config, FixedDraftLength(engine.num_draft_tokens))
+    scheduler = make_scheduler(
+        limits, config, FixedDraftLength(engine.num_draft_tokens), num_ranks=engine.pretrained_config.mapping.dp_size
+    )
     loop = EngineLoop(executor, scheduler, overlaps=engine.clock.costs.is_host_hidden, clock=time, records_steps=False)
     try:
         return result_of(*drive(loop, load, clock=time, skip_to=time.reach)), executor
@@ -197,16 +191,16 @@ def executor_limits(engine: SimulatedEngine, load: RequestLoad) -> ExecutorLimit
 
 def _point(engine: SimulatedEngine, work: EngineWork, load: RequestLoad) -> SimulatedPoint:
     result, executor = simulate(engine, load, work)
-    groups = engine.num_groups
-    per_s = result.output_tok_per_s * groups
+    replicas = engine.num_replicas
+    per_s = result.output_tok_per_s * replicas
     return SimulatedPoint(
         configuration=engine.name,
         drafter=engine.drafter,
         layout=engine.layout,
         num_draft_tokens=engine.num_draft_tokens,
         num_gpus=engine.num_gpus,
-        concurrency=load.concurrency * groups if load.concurrency else None,
-        request_rate_per_s=load.request_rate_per_s * groups if load.request_rate_per_s else None,
+        concurrency=load.concurrency * replicas if load.concurrency else None,
+        request_rate_per_s=load.request_rate_per_s * replicas if load.request_rate_per_s else None,
         output_tok_per_s=per_s,
         output_tok_per_s_per_gpu=per_s / engine.num_gpus,
         tok_per_s_per_user=result.tok_per_s_per_user,

@@ -12,11 +12,14 @@ from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import EnginePlan, plan_engine
 from dflash_trt.plan.step_costs import StepClock, assumed_costs
+from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.simulation.advice import Goal, Layout, layouts
-from dflash_trt.simulation.load import Lengths
+from dflash_trt.simulation.load import Lengths, RequestLoad
+from dflash_trt.simulation.sweep import SimulatedEngine, simulate
 from scripts.published_shapes import write_shape
 from tests.plan.test_step_work import ATTENTION, MOE, H, rows, work
 
+LENGTHS = Lengths(num_prompt_tokens=512, num_output_tokens=256)
 SHARED = MOE.model_copy(update={"shared_size": 48})
 
 
@@ -87,7 +90,7 @@ def advice(root: Path, target: str) -> list[Layout]:
     clock = StepClock(h200, assumed_costs(h200), [FittedKernels(h200)])
     config = BuildConfig(target="t", max_batch_size=16, max_seq_len=2048, max_num_tokens=2048)
     pair = read_pair(write_shape(root, target), None)
-    goal = Goal(num_gpus=4, lengths=Lengths(num_prompt_tokens=512, num_output_tokens=256))
+    goal = Goal(num_gpus=4, lengths=LENGTHS)
     return [layout for layout in layouts(config, [(pair, None)], clock, goal)[0] if not layout.num_prefill_workers]
 
 
@@ -99,3 +102,28 @@ def test_advice_compares_them_where_there_are_experts(tmp_path: Path) -> None:
     speeds = [layout.speed(8, 0).output_tok_per_s for layout in (own, replicas)]
     assert 1 < speeds[0] / speeds[1] < 2, "four groups of requests each, of which one reads a quarter of the experts"
     assert not any(name.startswith("dp") for name in {layout.name for layout in advice(tmp_path, "Qwen/Qwen3-8B")})
+
+
+@pytest.mark.parametrize("num_requests", [4, 16])
+def test_a_steady_state_is_what_the_schedulers_make_of_the_load(tmp_path: Path, num_requests: int) -> None:
+    """Prompts of one rank make all ranks wait."""
+    [layout] = [
+        layout
+        for layout in advice(tmp_path, "openai/gpt-oss-120b")
+        if layout.name == "dp4ep4x1" and layout.format is None
+    ]
+    engine = SimulatedEngine(
+        pretrained_config=layout.made.pretrained_config,
+        limits=layout.made.build_config,
+        num_pages=layout.made.pages.num_pages if layout.made.pages else 0,
+        clock=layout.clock,
+        drafter="AR",
+        num_draft_tokens=0,
+        acceptance=None,
+    )
+    requests = [LENGTHS.request(index) for index in range(24 * num_requests)]
+    load = RequestLoad(requests=requests, concurrency=4 * num_requests)
+    result, executor = simulate(engine, load, EngineWork(engine.pretrained_config, has_drafter=False))
+    speed = layout.speed(num_requests, 0)
+    assert speed.output_tok_per_s == pytest.approx(result.output_tok_per_s, rel=0.15)
+    assert speed.tok_per_s_per_user == pytest.approx(result.tok_per_s_per_user, rel=0.2)

@@ -29,7 +29,7 @@ from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
 from dflash_trt.backends.cuda.step_launches import SAMPLING, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
-from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
+from dflash_trt.backends.padding import StepShape, decode_shape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.page_tables import PageTables
 from dflash_trt.backends.sequence_batch import sequence_batches
@@ -60,6 +60,7 @@ from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers,
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.kernels.top_logprobs_launch import score_rows
+from dflash_trt.network.decoder import share_experts
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import StepState
@@ -103,7 +104,7 @@ class TorchGpuExecutor:
         Raises ConfigError if the engine is too large for the kernels.
         """
         assert ranks.num_ranks == network.mapping.world_size, "a shard of a network needs all of its ranks"
-        self._ranks = ranks
+        self._ranks, self._dtype = ranks, activation_dtype(network)
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
         self.is_deterministic = is_deterministic
@@ -134,7 +135,7 @@ class TorchGpuExecutor:
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
             draft_layers=_draft_layers(self.network, self._state),
-            dtype=activation_dtype(network),
+            dtype=self._dtype,
             device=device,
             splits=self._splits(max_rows) if is_deterministic else None,
         )
@@ -189,14 +190,19 @@ class TorchGpuExecutor:
         if device.type == "cuda":
             use_shipped_kernels(engine, warn=_LOG.warning if ranks.rank == 0 else _LOG.debug)
             lens = (executor.limits.max_draft_len,) if draft_lens is None else draft_lens
-            executor.warm_up(warm_shapes(executor.limits, lens, tile_edges=executor.tile_edges))
+            pads_prompts = network.mapping.dp_size == 1
+            edges = executor.tile_edges
+            executor.warm_up(warm_shapes(executor.limits, lens, tile_edges=edges, pads_prompts=pads_prompts))
         return executor
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted."""
-        if not (plan.joint or plan.rows).num_requests:
+        num_rows = plan.joint.num_tokens if plan.joint is not None and not plan.joint.is_decode else ()
+        if not plan.rows.num_requests and (num_rows or plan.joint is None or not plan.joint.num_requests):
             with self.on_stream():
+                if num_rows:
+                    self._share_experts(num_rows)
                 return self._host_memory.copied(plan.page_copies, self._device)
         shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
@@ -206,7 +212,7 @@ class TorchGpuExecutor:
             self._staging.upload()
             self._snapshots.restore(plan.restores)
             use = self._logit_use(plan, shape)
-            self._run(shape, use)
+            self._run(shape, use, num_rows)
             self._snapshots.save(plan.saves)
             if use.reader is not None:
                 use.reader.download()
@@ -335,19 +341,19 @@ class TorchGpuExecutor:
     def _inputs(self, shape: StepShape) -> StepInputs[Tensor]:
         return replace(self._staging.inputs(shape), page_table=self._tables.views(shape))
 
-    def _run(self, shape: StepShape, use: LogitUse = _SAMPLED) -> None:
-        """Replay what is captured of a step, and enqueue the rest."""
+    def _run(self, shape: StepShape, use: LogitUse = _SAMPLED, num_rows: tuple[int, ...] = ()) -> None:
+        """Replay what is captured of a step, and enqueue the rest. `num_rows` of all ranks, if they are not alike."""
         captured = None if use.needs_target else self._captured.get(shape)
-        launches = captured or self._launches(shape)
+        launches = captured or self._launches(shape, num_rows)
         replaced = {} if use.is_none else {SAMPLING: partial(launches.sample, use)}
         key = shape if captured is not None else None
         self.graphs.run(key, *launches.parts, replaced=replaced)
 
-    def _launches(self, shape: StepShape) -> StepLaunches:
+    def _launches(self, shape: StepShape, num_rows: tuple[int, ...] = ()) -> StepLaunches:
         outputs, drafts = self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
         make_ops = partial(
-            self._ops_of(shape),
+            self._ops_of(shape, num_rows),
             resources=self._resources,
             outputs=outputs,
             slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
@@ -368,12 +374,19 @@ class TorchGpuExecutor:
         )
         return StepLaunches(self.network, self._state, memory, num_draft_tokens=shape.num_draft_tokens)
 
-    def _ops_of(self, shape: StepShape) -> Callable[..., TorchGpuOps]:
+    def _share_experts(self, num_rows: tuple[int, ...]) -> None:
+        """The part of a rank without rows in a step whose ranks have `num_rows`."""
+        shape = decode_shape(1, 0)
+        ops: Any = self._ops_of(shape, num_rows)(self._inputs(shape), self._resources)
+        no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype, device=self._device)
+        share_experts(ops, self.network.target_weights, no_rows)
+
+    def _ops_of(self, shape: StepShape, num_rows: tuple[int, ...] = ()) -> Callable[..., TorchGpuOps]:
         """Makes the ops of a step; ranks with requests of their own share the rows of experts alone."""
         num_ranks, make = self.network.mapping.dp_size, partial(self._make_ops, num_draft_tokens=shape.num_draft_tokens)
         if num_ranks == 1:
             return partial(make, ranks=self._ranks)
-        num_rows = (shape.num_tokens,) * num_ranks
+        num_rows = num_rows or (shape.num_tokens,) * num_ranks
         shared = SharedRows(ranks=self._ranks, num_rows=num_rows, is_in_order=self.is_deterministic)
         return partial(make, shared_rows=shared)
 
