@@ -136,7 +136,7 @@ RULES: dict[str, Rule] = {
         libraries=_set("numpy"),
         file_libraries={
             "openai_client.py": _set("aiohttp"),
-            "pareto_figure.py": _set("matplotlib"),
+            "figure_file.py": _set("matplotlib"),
             "machine*.py": _set("torch"),
         },
     ),

@@ -1,4 +1,4 @@
-"""Conversations of a load test and records of their requests. Knows no protocol and no HTTP client."""
+"""Conversations of a measurement and records of their requests. Knows no protocol and no HTTP client."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A client's request: a prompt, or messages turn by turn, each sent after the previous answer.
+    """A prompt (text or token ids), or messages turn by turn, each sent after the previous answer.
 
     `fields` are further fields of its requests.
     """
@@ -22,6 +22,16 @@ class Conversation:
     @property
     def num_requests(self) -> int:
         return 1 if self.prompt is not None else len(self.turns)
+
+    def prompt_after(self, answers: Sequence[str]) -> str | Sequence[int] | Mapping[str, Any]:
+        """The prompt of an engine, at the turn after `answers`."""
+        return {"messages": self.messages(answers), **self.fields} if self.prompt is None else self.prompt
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """The conversation up to the turn after `answers`."""
+        said = [{"role": "assistant", "content": answer} for answer in answers]
+        spoken = [message for turn, answer in zip(self.turns, said, strict=False) for message in (*turn, answer)]
+        return [*spoken, *self.turns[len(answers)]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,12 @@ Percentiles are interpolated linearly, as in numpy and both of them. Failed requ
 the duration.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from dflash_trt.bench.acceptance import Acceptance, acceptance, accepted_by_category, counts_of_answers
 from dflash_trt.bench.conversation import RequestRecord
 from dflash_trt.bench.request_load import Load, LoadRun
 
@@ -52,18 +52,6 @@ class Limits:
         found = (record.time_to_first_token_s, record.time_per_output_token_s or 0.0, record.end_to_end_s)
         limits = (self.time_to_first_token_s, self.time_per_output_token_s, self.end_to_end_s)
         return all(limit is None or value <= limit for value, limit in zip(found, limits, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Acceptance:
-    """Acceptance over verify steps. `length` counts the bonus.
-
-    `by_position[i]` is the fraction of the steps verifying draft i (from 0) that accepted it.
-    """
-
-    num_verify_steps: int
-    length: float
-    by_position: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +92,8 @@ def report_of(server: str, load: Load, runs: Sequence[LoadRun], *, num_gpus: int
     duration_s = sum(run.duration_s for run in runs)
     num_good = sum(limits.are_met_by(record) for record in done) if limits else None
     output_tok_per_s = _per_s(sum(record.num_output_tokens for record in done), duration_s)
+    told = [record for record in done if record.speculation and record.speculation["num_spec_steps"]]
+    counts = counts_of_answers([record.speculation or {} for record in told])
     per_token = [value for record in done if (value := record.time_per_output_token_s)]
     return LoadReport(
         server=server,
@@ -127,8 +117,8 @@ def report_of(server: str, load: Load, runs: Sequence[LoadRun], *, num_gpus: int
         end_to_end_s=percentiles([record.end_to_end_s for record in done]),
         goodput_request_per_s=None if num_good is None else _per_s(num_good, duration_s),
         good_fraction=None if num_good is None or not records else num_good / len(records),
-        acceptance=acceptance(record.speculation for record in done),
-        acceptance_by_category=_by_category(done),
+        acceptance=acceptance(counts),
+        acceptance_by_category=accepted_by_category((record.category for record in told), counts),
         max_client_lag_s=max(run.max_client_lag_s for run in runs),
     )
 
@@ -139,37 +129,6 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
         return None
     p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
     return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
-
-
-def acceptance(answers: Iterable[Mapping[str, Any] | None]) -> Acceptance | None:
-    """Over the `speculative_decoding` of answers; None where no step verified a draft.
-
-    Without `per_step_drafted`, which is optional, every step counts as one that verified `num_spec_tokens` drafts.
-    """
-    told = [answer for answer in answers if answer and answer["num_spec_steps"]]
-    num_steps = sum(answer["num_spec_steps"] for answer in told)
-    if not num_steps:
-        return None
-    max_drafts = max(len(answer["acceptance_histogram"]) - 1 for answer in told)
-    accepted, verified = np.zeros(max_drafts), np.zeros(max_drafts)
-    for answer in told:
-        for num_accepted, num_times in enumerate(answer["acceptance_histogram"]):
-            accepted[:num_accepted] += num_times
-        drafted = answer.get("per_step_drafted") or [answer["num_spec_tokens"]] * answer["num_spec_steps"]
-        for num_drafted in drafted:
-            verified[:num_drafted] += 1
-    num_accepted = sum(answer["num_accepted_draft_tokens"] for answer in told)
-    return Acceptance(
-        num_verify_steps=num_steps,
-        length=1 + num_accepted / num_steps,
-        by_position=tuple(float(a / v) for a, v in zip(accepted, verified, strict=True) if v),
-    )
-
-
-def _by_category(records: Sequence[RequestRecord]) -> dict[str, Acceptance]:
-    names = sorted({record.category for record in records if record.category is not None})
-    found = {name: acceptance(r.speculation for r in records if r.category == name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _speed(run: LoadRun) -> float:

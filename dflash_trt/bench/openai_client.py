@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
 
-from dflash_trt.bench.conversation import Conversation, Message, RequestRecord
+from dflash_trt.bench.conversation import Conversation, RequestRecord
 from dflash_trt.core.errors import ConfigError
 
 _READ_BUFFER_BYTES = 2**22  # the last event of a long text has the lengths of all its steps
@@ -33,14 +33,12 @@ class OpenAIClient:
             body = own | {"prompt": conversation.prompt}
             return [await self._request("completions", body, conversation.category)]
         records: list[RequestRecord] = []
-        messages: list[Message] = []
-        for turn in conversation.turns:
-            messages += turn
+        for _ in conversation.turns:
+            messages = conversation.messages([record.text for record in records])
             record = await self._request("chat/completions", own | {"messages": messages}, conversation.category)
             records.append(record)
             if record.error is not None:
                 break
-            messages.append({"role": "assistant", "content": record.text})
         return records
 
     async def _request(self, path: str, body: Mapping[str, Any], category: str | None) -> RequestRecord:

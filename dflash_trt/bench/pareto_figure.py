@@ -1,36 +1,37 @@
-"""The figure of tok/s per user against tok/s per GPU, as PNG or SVG, drawn by matplotlib.
+"""The figure of tok/s per user against tok/s per GPU.
 
-Both axes start at 0 and are linear. It is made for a page of 700 pixels. Ends of curves and the best points carry their
-load, other points where there is room. What the caption has no room for is in the file's description. The same figure
-gives the same file, byte for byte. matplotlib is imported where it draws, and nowhere else.
+Both axes start at 0 and are linear. Ends of curves and the best points carry their load, other points where there is
+room.
 """
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.bench.figure_file import (
+    CAPTION_LINE,
+    DOTS_PER_INCH,
+    WIDTH,
+    add_axes,
+    caption_lines,
+    draw_frame,
+    draw_texts,
+    line_style,
+    new_canvas,
+    write_figure,
+)
 from dflash_trt.bench.label_places import MARKER_RADIUS, Box, Label, Place, Segment, place_labels
 from dflash_trt.bench.pareto import Point, hull, per_gpu_at, ratios_at
-from dflash_trt.core.errors import ConfigError
 
-ENDINGS = (".png", ".svg")
-_WIDTH, _PLOT_HEIGHT, _LEFT, _RIGHT, _TITLE, _BOTTOM = 7.3, 3.7, 0.72, 0.14, 0.36, 0.5  # inches
+_PLOT_HEIGHT, _LEFT, _RIGHT, _TITLE, _BOTTOM = 3.7, 0.72, 0.14, 0.36, 0.5  # inches
 _LEGEND_ROW, _LEGEND_KEY, _LEGEND_CHARACTER = 0.165, 0.5, 0.068
-_CAPTION_LINE, _CAPTION_COLUMNS, _CAPTION_LINES = 0.137, 132, 9
-_DOTS_PER_INCH = 200
-_POINT = 72 / _DOTS_PER_INCH
+_POINT = 72 / DOTS_PER_INCH
 _LABEL_PAD = 0.8  # points around a label, as other viewers have other fonts
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # for readers who do not see the colours
 _FRONTIER = "Pareto frontier"
-_HULL, _GRID, _GREY, _CAPTION = "#bdbdbd", "#ebebeb", "#777777", "#444444"
-# Text stays text, and ids of SVG elements do not change from run to run.
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "dflash-trt", "font.size": 9, "axes.linewidth": 0.7}
+_HULL, _GREY = "#bdbdbd", "#777777"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,24 +57,8 @@ class Figure:
 
 def draw(figure: Figure, path: Path) -> None:
     """Write the picture, in the format of the file's ending. Raises ConfigError as `check_figure` does."""
-    check_figure(path)
-    import matplotlib as mpl  # type: ignore[import-not-found, unused-ignore]
-
-    # Neither a date nor a version: a stored figure changes with its numbers alone.
-    absent = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     description = "\n".join((*figure.paragraphs(), *figure.details))
-    with mpl.rc_context(_SETTINGS):
-        metadata = absent | {"Title": figure.title, "Description": description}
-        canvas_of(figure).savefig(path, dpi=_DOTS_PER_INCH, metadata=metadata)
-
-
-def check_figure(path: Path) -> None:
-    """Raise ConfigError for a bad file ending or without matplotlib, before minutes of measurement."""
-    if path.suffix not in ENDINGS:
-        raise ConfigError.about("figure", expected=f"a name that ends with {' or '.join(ENDINGS)}", found=path.name)
-    if find_spec("matplotlib") is None:
-        hint = "Install it with: pip install 'dflash-trt[figures]'"
-        raise ConfigError.about("figure", expected="the package matplotlib", found="none", hint=hint)
+    write_figure(lambda: canvas_of(figure), path, title=figure.title, description=description)
 
 
 def ratio_text(curves: Mapping[str, Sequence[Point]], per_user: float) -> str:
@@ -95,46 +80,24 @@ def _ratio(ratio: float) -> str:
 
 def canvas_of(figure: Figure) -> Any:
     """The matplotlib figure: title, legend, plot and caption, one below the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
-    from matplotlib.figure import Figure as Canvas  # type: ignore[import-not-found, unused-ignore]
-
-    lines = _caption_lines(figure)
+    lines = caption_lines(figure.paragraphs())
     num_rows = _legend_rows(list(figure.curves) + [_FRONTIER] * _has_frontier(figure))
-    above = _TITLE + _LEGEND_ROW * num_rows
-    below = _BOTTOM + _CAPTION_LINE * (len(lines) + 0.7)
-    height = above + _PLOT_HEIGHT + below
-    canvas = Canvas(figsize=(_WIDTH, height), dpi=_DOTS_PER_INCH)
-    FigureCanvasAgg(canvas)
-    box = (_LEFT / _WIDTH, below / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, _PLOT_HEIGHT / height)
-    axes = canvas.add_axes(box)
+    below = _BOTTOM + CAPTION_LINE * (len(lines) + 0.7)
+    canvas = new_canvas(_TITLE + _LEGEND_ROW * num_rows + _PLOT_HEIGHT + below)
+    axes = add_axes(canvas, _LEFT, below, WIDTH - _LEFT - _RIGHT, _PLOT_HEIGHT)
     _draw_curves(axes, figure)
-    _draw_frame(axes, figure)
+    _draw_axes(axes, figure)
     if figure.curves:
         _draw_legend(axes, num_rows)
     _draw_labels(axes, figure)
-    # Dollar signs of a command are no formulas.
-    style = {"va": "top", "parse_math": False}
-    canvas.text(_LEFT / _WIDTH, 1 - 0.08 / height, figure.title, fontsize=10.5, fontweight="bold", **style)
-    style |= {"fontsize": 7.5, "color": _CAPTION, "linespacing": 1.35, "gid": "caption"}
-    canvas.text(0.01, (below - _BOTTOM) / height, "\n".join(lines), **style)
+    draw_texts(canvas, figure.title, lines, left=_LEFT, caption_top=below - _BOTTOM)
     return canvas
-
-
-def _caption_lines(figure: Figure) -> list[str]:
-    lines = [
-        line for text in figure.paragraphs() for line in textwrap.wrap(text, _CAPTION_COLUMNS, break_on_hyphens=False)
-    ]
-    if len(lines) <= _CAPTION_LINES:
-        return lines
-    end = " ... (in full in the description of this file)"
-    kept = lines[:_CAPTION_LINES]
-    return [*kept[:-1], textwrap.shorten(kept[-1], _CAPTION_COLUMNS - len(end), placeholder="") + end]
 
 
 def _draw_curves(axes: Any, figure: Figure) -> None:
     """The frontier lies below all curves, and is left out where it is one of them."""
     for index, (name, points) in enumerate(figure.curves.items()):
-        colour, marker = _style(index)
+        colour, marker = line_style(index)
         x, y = [point.per_user for point in points], [point.per_gpu for point in points]
         style = {"markersize": 2 * MARKER_RADIUS - 1, "linewidth": 1.5, "gid": f"curve-{index}"}
         axes.plot(x, y, color=colour, marker=marker, label=name, **style)
@@ -150,11 +113,7 @@ def _has_frontier(figure: Figure) -> bool:
     return hull(figure.curves) not in [[], *map(list, figure.curves.values())]
 
 
-def _style(index: int) -> tuple[str, str]:
-    return _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
-
-
-def _draw_frame(axes: Any, figure: Figure) -> None:
+def _draw_axes(axes: Any, figure: Figure) -> None:
     points = [point for points in figure.curves.values() for point in points]
     axes.set_xlim(0, 1.1 * max((point.per_user for point in points), default=1.0))
     axes.set_ylim(0, 1.1 * max((point.per_gpu for point in points), default=1.0))
@@ -162,10 +121,7 @@ def _draw_frame(axes: Any, figure: Figure) -> None:
     axes.set_ylabel(f"Throughput (output tok/s per {figure.unit})")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:,g}")
-    axes.tick_params(labelsize=8, width=0.7, length=3)
-    axes.grid(color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_frame(axes)
 
 
 def _draw_legend(axes: Any, num_rows: int) -> None:
@@ -187,7 +143,7 @@ def _legend_rows(names: Sequence[str]) -> int:
     for num_rows in range(1, len(names)):
         columns = [names[start : start + num_rows] for start in range(0, len(names), num_rows)]
         width = sum(_LEGEND_KEY + _LEGEND_CHARACTER * max(map(len, column)) for column in columns)
-        if width < _WIDTH - _LEFT - _RIGHT:
+        if width < WIDTH - _LEFT - _RIGHT:
             return num_rows
     return len(names)
 
@@ -240,7 +196,7 @@ def _notes(figure: Figure) -> Iterator[_Note]:
 
 def _draw_note(axes: Any, note: _Note) -> Any:
     """The text, still on its point; a ratio also has a ring on its curve."""
-    colour, _ = _style(note.curve)
+    colour, _ = line_style(note.curve)
     style: dict[str, Any] = {"color": colour, "va": "bottom", "textcoords": "offset points", "parse_math": False}
     style |= {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.2}}
     place = (note.point.per_user, note.point.per_gpu)

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, LoadReport, report_of
 from dflash_trt.bench.openai_client import OpenAIClient, connected
+from dflash_trt.bench.progress import Progress
 from dflash_trt.bench.request_load import Load, LoadRun, run_load
 from dflash_trt.core.errors import DFlashError
 
@@ -37,7 +38,7 @@ def sweep_servers(
     fields: Mapping[str, Any],
     limits: Limits,
     num_rounds: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[LoadReport]:
     """Send every load to every side, `num_rounds` times each; `fields` go into every request.
 
@@ -49,6 +50,7 @@ def sweep_servers(
         LoadError: a load got no answer.
     """
     runs: dict[tuple[str, Load], list[LoadRun]] = {}
+    num_runs = num_rounds * len(sides) * len(loads)
     for index in range(1, num_rounds + 1):
         for side in sides:
             with side.open() as url:
@@ -56,7 +58,8 @@ def sweep_servers(
                 for load, run in zip(loads, asyncio.run(turn), strict=True):
                     _check(side, load, run)
                     runs.setdefault((side.name, load), []).append(run)
-                    progress(_line(side, load, run, index))
+                    number = sum(map(len, runs.values()))
+                    progress(number, num_runs, _line(side, load, run, index))
     return [
         report_of(side.name, load, runs[side.name, load], num_gpus=side.num_gpus, limits=limits)
         for side in sides

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_trt.bench.lockstep import Lockstep, LockstepReport, Work
+from dflash_trt.bench.progress import Progress
 from dflash_trt.bench.request_load import counted_clients
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
@@ -60,7 +61,7 @@ def compare_policies(
     requests_per_client: int,
     max_new_tokens: int,
     config: RuntimeConfig,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[PolicyReport]:
     """Compare the adaptive policy with fixed K at each concurrency; one round in addition warms up.
 
@@ -87,7 +88,8 @@ def compare_policies(
     with closing(open_executor(engine, config, draft_lens=draft_lens)) as executor:
         reader = prompt_reader(engine)
         reports = []
-        for concurrency in concurrencies:
+        num_runs = len(concurrencies) * (num_rounds + 1)
+        for load_index, concurrency in enumerate(concurrencies):
             policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
             policies[_ADAPTIVE] = AdaptiveDraftLength(most, device="cuda" if executor.has_queue else "cpu")
             work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
@@ -96,7 +98,8 @@ def compare_policies(
                 for index in range(num_rounds + 1):
                     runs.append(sides.run(work, concurrency=concurrency))
                     speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
-                    progress(f"{counted_clients(concurrency)}, round {index}: {speeds} tok/s")
+                    number = load_index * (num_rounds + 1) + index + 1
+                    progress(number, num_runs, f"{counted_clients(concurrency)}, round {index}: {speeds} tok/s")
             reports.append(_report(concurrency, runs[1:], fixed))
     return reports
 

@@ -1,10 +1,12 @@
 """`dflash-trt bench host`: the cost of the host alone."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dflash_trt.cli.bench_options import JSON, print_reports
+from dflash_trt.cli.bench_report import CSV, JSON, Report, check_paths
 from dflash_trt.cli.help_text import examples
 
 if TYPE_CHECKING:
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Host cost per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
+    short_help="Measure the CPU time of a step outside of the model; needs no engine.",
+    epilog=examples("dflash-trt bench host --requests 64"),
 )
 @click.option(
     "--requests",
@@ -47,9 +50,16 @@ if TYPE_CHECKING:
 @click.option(
     "--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Tokens of every prompt."
 )
+@CSV
 @JSON
 def host(
-    sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, num_ranks: int, prompt_tokens: int, as_json: bool
+    sizes: tuple[int, ...],
+    num_steps: int,
+    num_draft_tokens: int,
+    num_ranks: int,
+    prompt_tokens: int,
+    csv_path: Path | None,
+    as_json: bool,
 ) -> None:
     """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
 
@@ -58,6 +68,7 @@ def host(
     """
     from dflash_trt.bench.host import measure_host
 
+    check_paths(csv_path)
     reports = [
         measure_host(
             size,
@@ -70,7 +81,9 @@ def host(
         for size in sizes
         for is_chained in (True, False)
     ]
-    print_reports(reports, _host_line, as_json=as_json)
+    Report(rows=[asdict(report) for report in reports], lines=[_host_line(report) for report in reports]).publish(
+        as_json=as_json, csv_path=csv_path, figure=None
+    )
 
 
 def _host_line(report: "HostReport") -> str:

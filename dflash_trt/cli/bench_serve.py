@@ -1,9 +1,6 @@
 """`dflash-trt bench serve`: servers of the OpenAI API under load."""
 
-import csv
-import json
 import os
-import shlex
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,12 +13,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_machine import MACHINE, read_machine
-from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, PER_CLIENT, ROUNDS
-from dflash_trt.cli.data_sets import columns_of
+from dflash_trt.cli.bench_options import (
+    FIXED_BY_ROUNDS,
+    INPUT,
+    LENGTH,
+    PER_CLIENT,
+    ROUNDS,
+    check_names,
+    conversations_of,
+    is_url,
+    named,
+)
+from dflash_trt.cli.bench_report import Report, check_paths, report_options, this_machine
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.load_prompts import read_conversations
+from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.serve_floors import floors_beside
+from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 
@@ -39,17 +47,6 @@ _PORTS = range(20000, 32768)  # Dynamo reads the metrics port as a signed 16-bit
 _OPTIONS = (
     click.option(
         "--autoregressive", is_flag=True, help="Measure each engine without its drafter, too, before the others."
-    ),
-    click.option(
-        "--column",
-        "columns",
-        multiple=True,
-        metavar="FIELD=COLUMN",
-        help="Column of a field, such as prompt=text: only these columns are read; repeatable.",
-    ),
-    click.option("--split", metavar="NAME", help="Split of the data set, for example qualitative/test."),
-    click.option(
-        "--category", "categories", multiple=True, metavar="NAME", help="Use only rows of this category; repeatable."
     ),
     click.option(
         "--concurrency",
@@ -95,8 +92,6 @@ _OPTIONS = (
         help="Compare at this tok/s per user; repeatable.  [default: the highest that all reach]",
     ),
     MACHINE,
-    click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
-    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
 )
 
 
@@ -107,7 +102,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(
-    short_help="OpenAI API servers under load.",
+    short_help="Put servers of the OpenAI API under load: throughput and latencies.",
     epilog=examples(
         "dflash-trt bench serve engine --autoregressive --input-file prompts.jsonl --figure speed.svg",
         "dflash-trt bench serve vllm=http://127.0.0.1:8001 http://127.0.0.1:8000 --input-file prompts.jsonl",
@@ -118,48 +113,40 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 @ROUNDS
 @runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter"])
-@JSON
-@click.pass_context
-def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path, **options: Any) -> None:
+@report_options
+def serve(sources: tuple[str, ...], **options: Any) -> None:
     """Throughput, latencies and acceptance of servers, by concurrency and request rate.
 
     Servers alternate by rounds. A URL names a running server. An engine is served for its turns, with the options of
-    its runtime and without prefix caching. Rows have the format of `run`, with an optional `category`, or of
-    SPEED-Bench; instead of a file they may be a Hugging Face data set on this disk.
+    its runtime and without prefix caching. Rows have the format of `run` or of SPEED-Bench, whose conversations are
+    sent turn by turn.
     """
     _check_client()
     from dflash_trt.bench.server_sweep import sweep_servers
 
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
-    _check_paths(options["csv_path"], options["figure"])
-    columns, split, machine = columns_of(options["columns"]), options["split"], read_machine(options["machine"])
-    conversations = read_conversations(input_file, categories=options["categories"], columns=columns, split=split)
+    check_paths(options["csv_path"], options["figure"])
+    machine = read_machine(options["machine"])
+    conversations = conversations_of(PromptSource.of_options(options).jobs(takes_turns=True))
     sides, engines = _sides(sources, runtime, options)
     fields: dict[str, Any] = {"max_tokens": options["max_new_tokens"], "temperature": options["temperature"]}
     if options["ignore_eos"]:
         fields["ignore_eos"] = True
     reports = sweep_servers(
-        sides,
-        conversations,
-        loads,
-        fields=fields,
-        limits=limits,
-        num_rounds=options["rounds"],
-        progress=lambda line: click.echo(line, err=True),
+        sides, conversations, loads, fields=fields, limits=limits, num_rounds=options["rounds"], progress=TimeLeft()
     )
-    has_url = any(_is_url(source) for _, source in map(_named, sources))
-    hardware = options["hardware"] or ("not stated" if has_url else _this_machine())
-    workload = _workload(input_file, len(conversations), fields, options["rounds"])
-    facts = {"command": shlex.join(context.find_root().obj or ["dflash-trt"]), "hardware": hardware}
-    _publish(reports, list(floors_beside(reports, engines, machine)), facts | {"workload": workload}, options)
+    has_url = any(is_url(source) for _, source in map(named, sources))
+    hardware = options["hardware"] or ("not stated" if has_url else this_machine())
+    workload = _workload(options["input_file"], len(conversations), fields, options["rounds"])
+    _publish(reports, list(floors_beside(reports, engines, machine)), options, hardware=hardware, workload=workload)
 
 
 def _publish(
-    reports: "Sequence[LoadReport]", floors: "Sequence[Roofline | None]", facts: dict[str, str], options: dict[str, Any]
+    reports: "Sequence[LoadReport]", floors: "Sequence[Roofline | None]", options: dict[str, Any], **facts: str
 ) -> None:
     """Print the reports, and write the files."""
-    from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
+    from dflash_trt.bench.load_table import acceptance_lines, load_warnings, table
     from dflash_trt.bench.pareto import curves, shared_interactivity
     from dflash_trt.bench.pareto_figure import Figure, draw, ratio_text
 
@@ -167,30 +154,20 @@ def _publish(
     points = {name: found for name, found in curves(reports).items() if found}
     shared = shared_interactivity(points)
     interactivity = options["interactivity"] or ((shared,) if shared is not None else ())
-    if options["csv_path"] is not None:
-        rows = flat_rows(reports)
-        with options["csv_path"].open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    if options["figure"] is not None:
-        caption = tuple(f"{name.capitalize()}: {facts[name]}" for name in ("hardware", "workload", "command"))
-        title = f"Throughput per {unit} against speed per user"
-        figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
-        draw(figure, options["figure"])
-    if options["as_json"]:
-        found = [
+    ratios = [ratio_text(points, per_user) for per_user in (interactivity if len(points) > 1 else ())]
+    title = f"Throughput per {unit} against speed per user"
+    Report(
+        rows=[
             asdict(report) | {"roofline": floor and asdict(floor)}
             for report, floor in zip(reports, floors, strict=True)
-        ]
-        click.echo(json.dumps(facts | {"reports": found}, indent=2))
-        return
-    for line in (*table(reports, unit=unit), *acceptance_lines(reports), *map(str, filter(None, floors))):
-        click.echo(line)
-    for per_user in interactivity if len(points) > 1 else ():
-        click.echo(ratio_text(points, per_user))
-    for name, text in facts.items():
-        click.echo(f"{name}: {text}")
+        ],
+        lines=[*table(reports, unit=unit), *acceptance_lines(reports), *map(str, filter(None, floors)), *ratios],
+        facts=facts,
+        warnings=load_warnings(reports),
+        draw=lambda path, caption: draw(
+            Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity), path
+        ),
+    ).publish(as_json=options["as_json"], csv_path=options["csv_path"], figure=options["figure"])
 
 
 def _sides(
@@ -201,8 +178,8 @@ def _sides(
 
     autoregressive, others, engines = [], [], {}
     settings = runtime.replaced(enable_prefix_caching=False)
-    for name, source in map(_named, sources):
-        if _is_url(source):
+    for name, source in map(named, sources):
+        if is_url(source):
             address, model = source.rstrip("/").removesuffix("/v1"), options["model_name"]
             opened = Side(name=name, open=_finder(address), num_gpus=options["num_gpus"], model=model)
             others.append(opened)
@@ -218,23 +195,8 @@ def _sides(
     if options["autoregressive"] and not autoregressive:
         hint = "Start that server with --no-drafter and pass its URL."
         raise ConfigError.about("--autoregressive", expected="an engine directory", found="URLs alone", hint=hint)
-    names = [side.name for side in sides]
-    if len(set(names)) < len(names):
-        hint = "Name them: NAME=ENGINE_DIR."
-        raise ConfigError.about("servers", expected="distinct names", found=", ".join(names), hint=hint)
+    check_names((side.name for side in sides), "servers")
     return sides, engines
-
-
-def _named(source: str) -> tuple[str, str]:
-    """The name of a server, by default its URL or its engine's directory, and where it is."""
-    name, separator, place = source.partition("=")
-    if separator and name and "/" not in name:
-        return name, place
-    return (source if _is_url(source) else Path(source).absolute().name), source
-
-
-def _is_url(source: str) -> bool:
-    return source.startswith(("http://", "https://"))
 
 
 def _finder(url: str) -> Callable[[], Any]:
@@ -326,27 +288,6 @@ def _check_client() -> None:
     if find_spec("aiohttp") is None:
         hint = "Install it with: pip install 'dflash-trt[serve]'"
         raise ConfigError.about("bench serve", expected="the package aiohttp", found="none", hint=hint)
-
-
-def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
-    """Raises ConfigError before minutes of measurement."""
-    for path in (csv_path, figure):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
-    if figure is not None:
-        from dflash_trt.bench.pareto_figure import check_figure
-
-        check_figure(figure)
-
-
-def _this_machine() -> str:
-    from dflash_trt.doctor.machine import gpus, machine
-
-    names = [gpu["name"] for gpu in gpus()]
-    if names:
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    host = machine()
-    return f"{host['processor']}, {host['num_cores']} cores, no GPU"
 
 
 def _workload(input_file: Path, num_rows: int, fields: dict[str, Any], rounds: int) -> str:

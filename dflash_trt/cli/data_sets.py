@@ -1,4 +1,4 @@
-"""Rows of Hugging Face data sets on this disk, as rows of a load test. Reads files, downloads nothing.
+"""Rows of Hugging Face data sets on this disk. Reads files, downloads nothing.
 
 Layouts: a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote (Arrow), a snapshot of a repository
 of the Hub (Parquet), or one file of either kind. Only this module imports pyarrow, which reads them.
@@ -15,7 +15,7 @@ from dflash_trt.cli.prompts import KWARGS_FIELD, PROMPT_FIELDS
 from dflash_trt.core.errors import ConfigError
 
 # Fields of a row, and the names of the columns that hold them unless --column says otherwise.
-FIELDS = (*PROMPT_FIELDS, "turns", "category", "question_id", KWARGS_FIELD)
+FIELDS = (*PROMPT_FIELDS, "category", "question_id", KWARGS_FIELD)
 _ENDINGS = (".parquet", ".arrow")
 _SHARD = re.compile(r"[-.]?\d+(-of-\d+)?$")  # as of train-00000-of-00002
 _IPC_FILE = b"ARROW1"  # which a file of the other Arrow format, a stream, does not begin with
@@ -115,10 +115,8 @@ def _chosen(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> dic
     """Columns by field. Raises ConfigError."""
     chosen = dict(columns) or {name: name for name in FIELDS if name in names}
     missing = [name for name in chosen.values() if name not in names]
-    if missing or not chosen.keys() & {*PROMPT_FIELDS, "turns"}:
-        expected = (
-            f"a column {', '.join(missing)}" if missing else f"a column of {', '.join((*PROMPT_FIELDS, 'turns'))}"
-        )
+    if missing or not chosen.keys() & set(PROMPT_FIELDS):
+        expected = f"a column {', '.join(missing)}" if missing else f"a column of {', '.join(PROMPT_FIELDS)}"
         hint = "Name it, for example --column prompt=text."
         raise ConfigError.about(str(path), expected=expected, found=", ".join(names), hint=hint)
     return chosen

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.gates import exit_code, gate_lines, gate_rows
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Defaults, Job, read_jobs
+from dflash_trt.cli.prompt_source import PromptSource, prompt_options
+from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
-from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 
@@ -34,13 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--against", required=True, metavar="ENGINE_DIR", type=click.Path(path_type=Path), help="The baseline engine."
 )
-@click.option(
-    "--input-file",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="JSONL prompts, as for `run`; other fields are ignored.",
-)
-@click.option("--num-prompts", type=click.IntRange(min=1), help="Use only the first N prompts.  [default: all]")
+@prompt_options(required=True)
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest text in tokens."
 )
@@ -62,27 +57,20 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
-    defaults = Defaults(sampling=SamplingParams(max_new_tokens=options["max_new_tokens"]))
-    jobs = read_jobs(options["input_file"], defaults, num_rows=options["num_prompts"])
+    jobs = PromptSource.of_options(options).jobs(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     _require_same_conversations(engines["candidate"], engines["baseline"], jobs)
     for engine in engines.values():
         _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
     gates = _gates(comparison, options)
-    report = {
-        "candidate": str(engine_dir),
-        "baseline": str(against),
-        **comparison.as_json(),
-        "gates": [
-            {"name": gate.name, "bound": gate.bound, "value": gate.value, "has_passed": gate.has_passed}
-            for gate in gates
-        ],
-    }
+    report = {"candidate": str(engine_dir), "baseline": str(against), **comparison.as_json(), "gates": gate_rows(gates)}
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
-        _print(comparison, gates, baseline=str(against), candidate=str(engine_dir))
-    context.exit(0 if all(gate.has_passed for gate in gates) else ExitCode.REQUEST_FAILED)
+        _print(comparison, baseline=str(against), candidate=str(engine_dir))
+        for line in gate_lines(gates):
+            click.echo(line)
+    context.exit(exit_code(gates))
 
 
 def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
@@ -194,7 +182,7 @@ def _gates(comparison: "Comparison", options: dict[str, Any]) -> "list[Gate]":
     ]
 
 
-def _print(comparison: "Comparison", gates: "Sequence[Gate]", *, baseline: str, candidate: str) -> None:
+def _print(comparison: "Comparison", *, baseline: str, candidate: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -212,12 +200,6 @@ def _print(comparison: "Comparison", gates: "Sequence[Gate]", *, baseline: str, 
     table.add_row("acceptance length, bonus included", *map(_length, accepted), f"{steps} verify steps")
     table.add_row("acceptance ratio", "", _number(comparison.acceptance_ratio), "")
     Console(markup=False).print(table)
-    for gate in gates:
-        verdict = "passed" if gate.has_passed else "FAILED"
-        bound = f"{'at most' if gate.is_upper else 'at least'} {gate.bound:g}"
-        click.secho(
-            f"gate {gate.name} ({bound}): {_number(gate.value)} {verdict}", fg=None if gate.has_passed else "red"
-        )
 
 
 def _length(acceptance: "Acceptance") -> str:

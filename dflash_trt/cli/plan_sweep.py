@@ -300,6 +300,6 @@ def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
     if figure is not None:
-        from dflash_trt.bench.pareto_figure import check_figure
+        from dflash_trt.bench.figure_file import check_figure
 
         check_figure(figure)

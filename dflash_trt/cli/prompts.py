@@ -1,41 +1,49 @@
-"""Inputs of `dflash-trt run`: prompts of the command line, of stdin, or the rows of a JSONL file.
+"""Rows of prompts, as `run`, `eval` and every bench read them; and texts as rows.
 
 A wrong row becomes a Refusal, without effect on other rows. The engine refuses prompts that are too long.
+
+A row with a `question_id` has the layout of SPEED-Bench (nvidia/SPEED-Bench, prepared with specdec_bench or
+NeMo-Skills): `messages` or `turns` are the user's text turn by turn. We may not ship its data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, override
-from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
+from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.other_engines import hint_for
 from dflash_trt.core.request import SamplingParams
 
-PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 KWARGS_FIELD = "chat_template_kwargs"
 _KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, "category", *SAMPLING_NAMES)
+
+# Fields of SPEED-Bench that say where a row is from.
+_OF_SOURCE = ("sub_category", "source", "src_id", "difficulty", "multiturn")
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 MAX_LISTED_ROWS = 5  # in an error
 
 RowId = str | int
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """`prompt` is what LLM.generate takes: text, or one of PROMPT_FIELDS with its value.
+    """`prompt` is what LLM.generate takes: text, or a prompt's field with its value.
 
-    Measurements count each `category` apart; it asks for nothing.
+    `later_turns` are messages to send after the answer to those before. Measurements count each `category` apart.
     """
 
     row_id: RowId
     prompt: str | Mapping[str, Any]
     sampling: SamplingParams
     category: str | None = None
+    later_turns: tuple[Messages, ...] = ()
 
     @property
     def is_conversation(self) -> bool:
@@ -68,66 +76,50 @@ class Defaults:
 
 def rows_of_texts(texts: Iterable[str], defaults: Defaults) -> list[InputRow]:
     """One row per text, with ids 1, 2, ..."""
-    return [_row(number, {"prompt": text}, defaults) for number, text in enumerate(texts, start=1)]
+    return [row_of(number, {"prompt": text}, defaults) for number, text in enumerate(texts, start=1)]
 
 
-def rows_of_jsonl(lines: Iterable[bytes], defaults: Defaults) -> Iterator[InputRow]:
-    """One row per line that is not blank; without an `id` of its own a row has its line number."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            yield _refusal(
-                number, "UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "Save it as UTF-8."
-            )
-        except (ValueError, RecursionError) as error:
-            yield _refusal(number, "a JSON object", str(error), "Write one object per line.")
-        else:
-            yield _row(number, fields, defaults)
-
-
-def read_jobs(path: Path, defaults: Defaults, *, num_rows: int | None = None) -> list[Job]:
-    """The first rows of a JSONL file, by default all, for a measurement, which must not skip wrong rows.
-
-    Raises:
-        ConfigError: a row is wrong, or there is none.
-    """
+def decoded_row(number: int, line: bytes) -> Any:
+    """The fields of a line of JSON, or a Refusal."""
     try:
-        with path.open("rb") as stream:
-            rows = list(rows_of_jsonl(stream, defaults))[:num_rows]
-    except OSError as error:
-        found = str(error.strerror)
-        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
-    refused = [f"{row.row_id}: {row.error}" for row in rows if isinstance(row, Refusal)]
-    raise_all(ConfigError, str(path), refused[:MAX_LISTED_ROWS])
-    jobs = [row for row in rows if isinstance(row, Job)]
-    if not jobs:
-        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
-        raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
-    return jobs
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        found = f"byte {error.object[error.start]:#04x} at {error.start}"
+        return _refusal(number, "UTF-8 text", found, "Save it as UTF-8.")
+    except (ValueError, RecursionError) as error:
+        return _refusal(number, "a JSON object", str(error), "Write one object per line.")
 
 
-def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
-    """Check one decoded row."""
+def row_of(number: int, fields: Any, defaults: Defaults) -> InputRow:
+    """Check one decoded row; without an `id` of its own it has its number."""
+    if isinstance(fields, Refusal):
+        return fields
     if not isinstance(fields, dict):
         return _refusal(number, "a JSON object", f"a JSON {type(fields).__name__}", "Write one object per line.")
     try:
-        json.dumps(fields, ensure_ascii=False).encode()
+        text = json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         return _refusal(number, "valid Unicode text", str(error), "Pass text that UTF-8 can encode.")
+    is_by_turns = "turns" in fields or "question_id" in fields
+    if "question_id" in fields:
+        fields = {"id": fields["question_id"]} | {
+            name: value for name, value in fields.items() if name not in ("question_id", *_OF_SOURCE)
+        }
+        if _PLACEHOLDER.encode() in text:
+            hint = "Prepare the data with specdec_bench's prepare_data.py."
+            return _refusal(number, "filled prompts", "placeholders of SPEED-Bench", hint)
     row_id = fields.get("id", number)
     if not isinstance(row_id, str | int) or isinstance(row_id, bool):
         return _refusal(number, "an id that is a string or an integer", repr(row_id), "Change or remove the id.")
     try:
         raise_all(RequestError, "input row", list(_problems(fields)))
-        prompt = _prompt(fields, defaults)
+        prompt, later_turns = _prompt(fields, defaults, is_by_turns=is_by_turns)
         given = {name: fields[name] for name in SAMPLING_NAMES if name in fields}
         sampling = override(defaults.sampling, given)
     except RequestError as error:
         return Refusal(row_id=row_id, error=str(error))
-    return Job(row_id=row_id, prompt=prompt, sampling=sampling, category=fields.get("category"))
+    category = fields.get("category")
+    return Job(row_id=row_id, prompt=prompt, sampling=sampling, category=category, later_turns=later_turns)
 
 
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -143,17 +135,49 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
         yield problem("prompt", expected=expected, found=" and ".join(prompts) or "none", hint="Keep one of them.")
 
 
-def _prompt(fields: Mapping[str, Any], defaults: Defaults) -> str | Mapping[str, Any]:
-    """The prompt as the engine takes it, wrapped as the command line says. Raises RequestError."""
+def _prompt(
+    fields: Mapping[str, Any], defaults: Defaults, *, is_by_turns: bool
+) -> tuple[Mapping[str, Any], tuple[Messages, ...]]:
+    """The prompt as the engine takes it, wrapped as the command line says, and its later turns. Raises RequestError."""
     name = next(name for name in PROMPT_FIELDS if name in fields)
     value = fields[name]
+    later_turns: tuple[Messages, ...] = ()
     if name == "prompt" and defaults.wraps_in_chat and isinstance(value, str) and value:
-        name, value = "messages", [*_system(defaults), {"role": "user", "content": value}]
-    elif name == "messages" and isinstance(value, list) and not _has_system(value):
-        value = [*_system(defaults), *value]
+        name, value = "messages", [{"role": "user", "content": value}]
+    elif name == "turns":
+        name, value = "messages", _messages_of_turns(value)
     own = _template_kwargs(fields, is_conversation=name == "messages")
+    if name == "messages":
+        _check_messages(value)
+        value, *rest = _turns(value) if is_by_turns else [value]
+        later_turns = tuple(rest)
+        if defaults.system is not None and not any(message.get("role") == "system" for message in value):
+            value = [{"role": "system", "content": defaults.system}, *value]
     kwargs = {**defaults.chat_template_kwargs, **own} if name == "messages" else {}
-    return {name: value, KWARGS_FIELD: kwargs} if kwargs else {name: value}
+    return {name: value, KWARGS_FIELD: kwargs} if kwargs else {name: value}, later_turns
+
+
+def _messages_of_turns(turns: Any) -> list[dict[str, str]]:
+    """A user's texts as messages; a text alone is one turn. Raises RequestError."""
+    texts = [turns] if isinstance(turns, str) else turns
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError.about("turns", expected="a list of texts", found=repr(turns)[:80])
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def _check_messages(messages: Any) -> None:
+    """Raises RequestError; the engine checks what is in them."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise RequestError.about("messages", expected="a list of objects", found=repr(messages)[:80])
+
+
+def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A turn ends with what the user says. Messages that have answers already are one turn."""
+    roles = [message.get("role") for message in messages]
+    if "assistant" in roles or "user" not in roles:
+        return [messages]
+    ends = [index + 1 for index, role in enumerate(roles) if role == "user"]
+    return [messages[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _template_kwargs(fields: Mapping[str, Any], *, is_conversation: bool) -> Mapping[str, Any]:
@@ -168,14 +192,6 @@ def _template_kwargs(fields: Mapping[str, Any], *, is_conversation: bool) -> Map
         hint = "Leave it out, pass messages, or add --chat."
         raise RequestError.about(KWARGS_FIELD, expected="only in a conversation", found="another prompt", hint=hint)
     return kwargs
-
-
-def _system(defaults: Defaults) -> list[dict[str, str]]:
-    return [] if defaults.system is None else [{"role": "system", "content": defaults.system}]
-
-
-def _has_system(messages: list[Any]) -> bool:
-    return any(isinstance(message, dict) and message.get("role") == "system" for message in messages)
 
 
 def _refusal(number: int, expected: str, found: str, hint: str) -> Refusal:

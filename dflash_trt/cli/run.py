@@ -19,6 +19,7 @@ from dflash_trt.cli.draft_marks import marked, marked_chunks, refuse_drafts
 from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
+from dflash_trt.cli.prompt_source import prompt_options
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
 from dflash_trt.cli.report import RunSummary, summarize, summary_lines
 from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_rows, trace_lines
@@ -56,7 +57,7 @@ Emit = Callable[[int, GenerationOutput | None], None]
 )
 @click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
-@click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see above.")
+@prompt_options()
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
 @click.option("--overwrite", is_flag=True, help="Replace files of results that exist.")
 @click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
@@ -95,11 +96,11 @@ Emit = Callable[[int, GenerationOutput | None], None]
 def run(context: click.Context, /, **options: Any) -> None:
     """Generate text for one or many prompts, all of them together.
 
-    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id` and
-    `category`, which its results have, too, `chat_template_kwargs` for messages, and sampling fields that override the
-    command line. They have the names of the options from max_new_tokens on, except the lists `stop` and
-    `stop_token_ids`. A row that cannot run gets finish_reason "error" and its reason in `error`; the others go on, and
-    the exit code is 3. A row with `n` samples has as many results, with their `sample_index`.
+    An input row is a JSON object with one of `prompt`, `messages`, `prompt_token_ids` or `turns` (here a single text),
+    an optional `id` and `category`, which its results have, too, `chat_template_kwargs` for messages, and sampling
+    fields that override the command line. They have the names of the options from max_new_tokens on, except the lists
+    `stop` and `stop_token_ids`. A row that cannot run gets finish_reason "error" and its reason in `error`; the others
+    go on, and the exit code is 3. A row with `n` samples has as many results, with their `sample_index`.
 
     Finished rows are kept in FILE.partial next to the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk, the same command with --resume runs the rows that have no result.

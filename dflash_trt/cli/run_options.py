@@ -4,23 +4,23 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
+from dflash_trt.cli import prompt_source
+from dflash_trt.cli.prompt_source import PromptSource
+from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_texts
 from dflash_trt.core.chat_template_options import options_from_words
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, NODES, PREFIX_TIERS, RuntimeConfig
 
-STDIN_NAME = Path("-")
 _NOT_OF_TEXTS = (
     "engine_dir",
     "prompts",
-    "input_file",
+    *prompt_source.NAMES,
     "output_file",
     "resume",
     "trace_file",
@@ -43,6 +43,10 @@ class RunOptions:
     engine_dir: Path
     prompts: tuple[str, ...]
     input_file: Path | None
+    columns: tuple[str, ...]
+    split: str | None
+    categories: tuple[str, ...]
+    num_prompts: int | None
     output_file: Path | None
     resume: bool
     trace_file: Path | None
@@ -108,6 +112,7 @@ class RunOptions:
             ("--stream", self.stream is True and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
             ("--show-drafts", self.show_drafts and not self.prints_text, _TEXTS),
             ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
+            *((option, self.input_file is None and has_it, "--input-file") for option, has_it in _of_rows(self)),
             ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
             ("--chat-template-option", is_of_texts and bool(self.chat_template_options), _CONVERSATIONS),
             ("--logprobs", self.sampling.logprobs and self.prints_text, _ROWS),
@@ -149,7 +154,7 @@ class RunOptions:
             chat_template_kwargs=self.template_kwargs,
         )
         if self.input_file is not None:
-            return _read_file(self.input_file, defaults)
+            return PromptSource.of_options({name: getattr(self, name) for name in prompt_source.NAMES}).rows(defaults)
         if self.prompts:
             return rows_of_texts(self.prompts, defaults)
         if sys.stdin.isatty():
@@ -171,20 +176,15 @@ def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:
     yield "--n", options.sampling.n > 1
 
 
+def _of_rows(options: RunOptions) -> Iterator[tuple[str, bool]]:
+    """Options that choose rows of a file, and whether each is given."""
+    yield "--column", bool(options.columns)
+    yield "--split", options.split is not None
+    yield "--category", bool(options.categories)
+    yield "--num-prompts", options.num_prompts is not None
+
+
 def _is_regular(path: Path) -> bool:
     """True for a file, and for what will be one."""
     resolved = Path(os.path.realpath(path))
     return resolved.is_file() or not resolved.exists()
-
-
-def _read_file(path: Path, defaults: Defaults) -> list[InputRow]:
-    try:
-        with nullcontext(sys.stdin.buffer) if path == STDIN_NAME else path.open("rb") as stream:
-            rows = list(rows_of_jsonl(stream, defaults))
-    except OSError as error:
-        found = str(error.strerror)
-        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
-    if not rows:
-        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
-        raise ConfigError.about(str(path), expected="at least one row", found="none", hint=hint)
-    return rows

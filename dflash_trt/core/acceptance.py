@@ -3,13 +3,9 @@
 A verify step is a step that had at least one draft to verify.
 """
 
-import random
 from collections.abc import Iterable, Sequence
-from statistics import quantiles
 
 from dflash_trt.core.request import GenerationOutput
-
-_NUM_RESAMPLES = 1000
 
 
 def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
@@ -19,25 +15,6 @@ def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
     if not num_verify_steps:
         return None
     return sum(output.num_emitted_by_verify for output in counted) / num_verify_steps
-
-
-def acceptance_length_interval(outputs: Sequence[GenerationOutput]) -> tuple[float, float] | None:
-    """95% interval of `acceptance_length` over prompts, by a bootstrap that draws whole texts; None where that is None.
-
-    Steps of one text are alike, so that they are no independent samples (Efron and Tibshirani, An Introduction to the
-    Bootstrap, 1993, chapter 13: percentiles).
-    """
-    counted = [(output.num_emitted_by_verify, output.num_verify_steps) for output in outputs]
-    if not any(steps for _, steps in counted):
-        return None
-    dice, lengths = random.Random(0), list[float]()
-    for _ in range(_NUM_RESAMPLES):
-        drawn = dice.choices(counted, k=len(counted))
-        num_steps = sum(steps for _, steps in drawn)
-        if num_steps:
-            lengths.append(sum(tokens for tokens, _ in drawn) / num_steps)
-    cuts = quantiles(lengths, n=40)
-    return cuts[0], cuts[-1]
 
 
 def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:

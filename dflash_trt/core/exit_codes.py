@@ -28,8 +28,8 @@ class ExitCode(IntEnum):
     USAGE = 2, "An option, a setting, a configuration file or an input file is wrong; nothing was loaded or written."
     REQUEST_FAILED = (
         3,
-        "`run`: at least one prompt was refused or failed; the results of the others are written. `eval`: a gate was "
-        "missed.",
+        "`run`: at least one prompt was refused or failed; the results of the others are written. `eval` and `bench "
+        "speedup`: a gate was missed.",
     )
     ENGINE_LOST = (
         70,

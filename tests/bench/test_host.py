@@ -61,5 +61,5 @@ def test_the_table_has_a_row_for_each_size_and_loop():
     words = ["bench", "host", "--requests", "1", "--requests", "2", "--steps", "5", "--prompt-tokens", "9", "--json"]
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
-    rows = [(row["num_requests"], row["is_chained"]) for row in json.loads(result.stdout)]
+    rows = [(row["num_requests"], row["is_chained"]) for row in json.loads(result.stdout)["reports"]]
     assert rows == [(1, True), (1, False), (2, True), (2, False)]

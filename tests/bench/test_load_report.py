@@ -1,15 +1,15 @@
 """Numbers of records that are known, and curves."""
 
-import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from dflash_trt.bench.acceptance import acceptance, counts_of_answers
 from dflash_trt.bench.conversation import RequestRecord
-from dflash_trt.bench.load_report import Limits, Percentiles, acceptance, report_of
-from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
+from dflash_trt.bench.load_report import Limits, Percentiles, report_of
+from dflash_trt.bench.load_table import acceptance_lines, load_warnings, table
 from dflash_trt.bench.pareto import Point, curves, frontier, hull, per_gpu_at, ratios_at, shared_interactivity
 from dflash_trt.bench.request_load import Load, LoadRun
 
@@ -102,13 +102,17 @@ def test_acceptance_is_over_steps_that_verified_the_draft() -> None:
     by_category = {name: value.length for name, value in REPORT.acceptance_by_category.items()}
     assert by_category == {"a": pytest.approx(1 + 4 / 3), "b": pytest.approx(2.0)}
     bare = {name: value for name, value in speculation(STEPS["a"]).items() if not name.startswith("per_step")}
-    assert acceptance([bare]).by_position == pytest.approx((2 / 3, 1 / 3, 1 / 3)), "every step counts"
-    assert acceptance([None, {"num_spec_steps": 0}]) is None
+    found = acceptance(counts_of_answers([bare]))
+    assert found.by_position == pytest.approx((2 / 3, 1 / 3, 1 / 3)), "every step counts"
+    silent = replace(RUN, records=tuple(replace(record, speculation={"num_spec_steps": 0}) for record in RECORDS))
+    assert report_of("s", LOAD, [silent], num_gpus=None, limits=LIMITS).acceptance is None
 
 
 def test_a_line_of_the_table_has_its_numbers_under_their_headings() -> None:
     numbers = report_of("s", LOAD, [RUN], num_gpus=2, limits=LIMITS)
-    texts = [re.split(r"  +", line.strip()) for line in table([numbers], unit="GPU")]
+    explanation, *lines = table([numbers], unit="GPU")
+    assert "p50 / p90 / p99" in explanation
+    texts = [re.split(r"  +", line.strip()) for line in lines]
     assert dict(zip(*texts, strict=True)) == {
         "server": "s",
         "load": "4 clients",
@@ -121,28 +125,24 @@ def test_a_line_of_the_table_has_its_numbers_under_their_headings() -> None:
         "end to end ms": "300 / 348 / 358.8",
         "accepted": "2.25",
         "errors": "1",
-        "good/s": "0.50",
+        "good req/s": "0.50",
     }
     arrivals = report_of("s", Load(num_conversations=4, request_rate_per_s=2.5), [RUN], num_gpus=None, limits=Limits())
-    head, line = table([arrivals], unit="server")
-    assert "2.5 req/s" in line and "good/s" not in head
-    head, first, second = table([arrivals, numbers], unit="server")
-    assert head.endswith("good/s") and (first.split()[-1], second.split()[-1]) == ("-", "0.50")
+    _, head, line = table([arrivals], unit="server")
+    assert "2.5 req/s" in line and "good req/s" not in head
+    _, head, first, second = table([arrivals, numbers], unit="server")
+    assert head.endswith("good req/s") and (first.split()[-1], second.split()[-1]) == ("-", "0.50")
     assert [point.label for point in curves([arrivals])["s"]] == ["2.5/s"]
 
 
-def test_tables_have_every_number() -> None:
-    (row,) = flat_rows([REPORT])
-    assert row["time_to_first_token_s_p99"] == REPORT.time_to_first_token_s.p99
-    assert row["accepted_fraction_2"] == pytest.approx(1 / 3) and row["acceptance_length_a"] > 2
-    assert row["output_tok_per_s_round_2"] == pytest.approx(10.5)
-    silent, told = flat_rows([replace(REPORT, acceptance=None), REPORT])
-    assert silent["acceptance_length"] is None and told["acceptance_length"] == pytest.approx(2.25)
-    assert "acceptance" not in silent, "its parts are columns, it is none"
-    head, line = table([REPORT], unit="server")
-    assert "good/s" in head and line.split()[-1] == "0.50" and "200 / 300 / 300" in line
-    assert acceptance_lines([REPORT])[1].endswith("a 2.33, b 2.00")
-    assert json.loads(json.dumps(asdict(REPORT)))["acceptance"]["length"] == pytest.approx(2.25)
+def test_the_text_has_the_acceptance_with_its_interval_and_what_is_too_few_to_say() -> None:
+    whole, positions, categories = acceptance_lines([REPORT])
+    assert whole.startswith("s: acceptance length 2.25 (95% interval over requests: 2.")
+    assert positions.endswith("1: 0.75  2: 0.33  3: 0.33")
+    assert "category: a 2.33 (2.33 to 2.33), b 2.00 (" in categories
+    (warning,) = load_warnings([replace(REPORT, num_requests=500), REPORT])
+    assert warning.startswith("p99 of 6 requests is about their maximum: send 100 or more")
+    assert load_warnings([replace(REPORT, num_requests=100)]) == []
 
 
 def curve(*places: tuple[float, float]) -> list[Point]:

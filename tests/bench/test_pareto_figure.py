@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.bench import pareto_figure
+from dflash_trt.bench import figure_file
+from dflash_trt.bench.figure_file import check_figure
 from dflash_trt.bench.label_places import Box
 from dflash_trt.bench.pareto import Point, hull
-from dflash_trt.bench.pareto_figure import Figure, canvas_of, check_figure, draw, ratio_text
+from dflash_trt.bench.pareto_figure import Figure, canvas_of, draw, ratio_text
 from dflash_trt.core.errors import ConfigError
 from scripts.draw_figure import figure_of
 from tests.docs.pages import ROOT
@@ -191,7 +192,7 @@ def test_the_ending_names_the_format_and_a_figure_is_the_same_every_time(tmp_pat
 def test_what_cannot_be_drawn_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"ends with \.png or \.svg, found f\.pdf"):
         check_figure(Path("f.pdf"))
-    monkeypatch.setattr(pareto_figure, "find_spec", lambda name: None)
+    monkeypatch.setattr(figure_file, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package matplotlib, found none.*dflash-trt\[figures\]"):
         draw(FIGURE, Path("f.svg"))
 

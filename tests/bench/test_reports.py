@@ -45,7 +45,7 @@ def input_file(tmp_path_factory) -> Path:
 def bench_json(*words):
     result = CliRunner().invoke(cli, ["bench", *map(str, words), "--json"])
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return json.loads(result.stdout)["reports"]
 
 
 def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file):
@@ -54,8 +54,9 @@ def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file
     )
     assert drafted["num_equal_texts"] == drafted["num_prompts"] == 3
     assert len(drafted["speedup_by_round"]) == 2
-    assert drafted["num_draft_tokens"] == 3 == len(drafted["accepted_fraction_by_position"])
-    assert 1 <= drafted["specdec_bench_acceptance_length"] <= drafted["acceptance_length"] <= 4
+    length = drafted["acceptance"]["length"]
+    assert drafted["num_draft_tokens"] == 3 == len(drafted["acceptance"]["by_position"])
+    assert 1 <= drafted["specdec_bench_acceptance_length"] <= length <= 4
     assert (plain["roofline"]["num_draft_tokens"], drafted["roofline"]["num_draft_tokens"]) == (0, 3)
     assert plain["roofline"]["context_len"] == drafted["roofline"]["context_len"] > 6  # half of the answer
     for report in (plain, drafted):
@@ -64,7 +65,7 @@ def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file
         assert roof["reached_fraction"] == pytest.approx(report["output_tok_per_s"] / roof["floor_tok_per_s"])
         assert 0 < roof["reached_fraction"] < 1
     floor = drafted["roofline"]
-    assert floor["floor_tok_per_s"] == pytest.approx(2 * drafted["acceptance_length"] / floor["floor_s"])
+    assert floor["floor_tok_per_s"] == pytest.approx(2 * length / floor["floor_s"])
 
 
 def test_a_machine_file_takes_the_place_of_a_measurement_of_now(engine_dir, input_file, tmp_path):
@@ -184,7 +185,7 @@ def test_an_invalid_row_is_refused_before_anything_runs(engine_dir, tmp_path):
     assert "2: input row: 2 problems" in result.stderr and "Did you mean 'prompt'?" in result.stderr
     result = CliRunner().invoke(cli, ["bench", "speedup", str(engine_dir), "--input-file", str(tmp_path / "none")])
     assert result.exit_code == 2
-    assert "none: expected a JSONL file, found No such file or directory" in result.stderr
+    assert "none: expected a JSONL file or a data set, found No such file or directory" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_servers_alternate_and_get_the_same_requests() -> None:
         opened.append(name)
         yield servers[name].url
 
-    lines: list[str] = []
+    lines: list[tuple[int, int, str]] = []
     with running(servers["a"]), running(servers["b"]):
         sides = [Side(name=name, open=lambda name=name: open_side(name)) for name in "ab"]
         reports = sweep(sides, num_rounds=2, progress=lines)
@@ -223,13 +223,19 @@ def test_servers_alternate_and_get_the_same_requests() -> None:
         "what warms up is short, whatever a conversation asks for"
     )
     assert servers["a"].bodies == servers["b"].bodies
-    assert len(lines) == 8 and lines[0].startswith("round 1, a, 2 clients: ")
+    assert [(number, of) for number, of, _ in lines] == [(number, 8) for number in range(1, 9)]
+    assert lines[0][2].startswith("round 1, a, 2 clients: ")
 
 
 def sweep(
-    sides: list[Side], *, num_rounds: int = 1, progress: list[str] | None = None, limits: Limits | None = None
+    sides: list[Side],
+    *,
+    num_rounds: int = 1,
+    progress: list[tuple[int, int, str]] | None = None,
+    limits: Limits | None = None,
 ) -> list[LoadReport]:
     loads = [Load(num_conversations=3, concurrency=2), Load(num_conversations=2, request_rate_per_s=200.0)]
+    told = [] if progress is None else progress
     return sweep_servers(
         sides,
         [PROMPT],
@@ -237,7 +243,7 @@ def sweep(
         fields={"max_tokens": 16},
         limits=limits or Limits(),
         num_rounds=num_rounds,
-        progress=(progress if progress is not None else []).append,
+        progress=lambda *line: told.append(line),
     )
 
 
@@ -291,6 +297,6 @@ def test_each_round_of_a_side_has_its_model_and_its_arrivals(monkeypatch) -> Non
     ]
     sweep_servers(
         sides, [PROMPT], [Load(num_conversations=1, concurrency=1)],
-        fields={"top_k": 1}, limits=Limits(), num_rounds=2, progress=lambda line: None,
+        fields={"top_k": 1}, limits=Limits(), num_rounds=2, progress=lambda *_: None,
     )  # fmt: skip
     assert asked == [("a", "m", 1), ("b", None, 1), ("a", "m", 2), ("b", None, 2)]

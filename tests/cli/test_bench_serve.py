@@ -12,7 +12,8 @@ from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.load_report import Limits, Percentiles
 from dflash_trt.bench.request_load import Load
 from dflash_trt.cli.bench import bench
-from dflash_trt.cli.load_prompts import read_conversations
+from dflash_trt.cli.bench_options import conversations_of
+from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import NODES, RuntimeConfig
@@ -43,6 +44,10 @@ def written(tmp_path: Path, *rows: object) -> Path:
     return path
 
 
+def read_conversations(path: Path) -> list[Conversation]:
+    return conversations_of(PromptSource(path=path).jobs(takes_turns=True))
+
+
 @pytest.fixture
 def sweep(monkeypatch) -> Recorder:
     from dflash_trt.bench import server_sweep
@@ -67,6 +72,7 @@ WORDS += [
 WORDS += ["--column", "prompt=prompt", "--column", "category=category"]
 WORDS += ["--goodput", "ttft:500,tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
 SPLIT = ["--split", "test"]
+WORDS += ["--num-prompts", "3"]
 REPORTS = [
     "--hardware",
     "h",
@@ -226,7 +232,7 @@ def test_a_load_that_takes_few_rows_has_its_share_of_every_category(tmp_path) ->
             SPEED_BENCH | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]},
             "prepare",
         ),
-        (SPEED_BENCH | {"turns": "one"}, "a list of texts"),
+        (SPEED_BENCH | {"turns": [1]}, "a list of texts"),
         ({"messages": 3}, "a list of objects"),
         ({"prompt": "x", "category": 3}, "category"),
         ({"prompt": "x", "source": "s"}, "'source' is unknown"),

@@ -11,14 +11,19 @@ import pyarrow as pa
 
 from dflash_trt.bench.conversation import Conversation
 from dflash_trt.cli import data_sets
+from dflash_trt.cli.bench_options import conversations_of
 from dflash_trt.cli.data_sets import columns_of
-from dflash_trt.cli.load_prompts import read_conversations
+from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.core.errors import ConfigError
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "s", "name": "n"}  # a field that the other message lacks
 ROWS = [{"prompt": f"p{index}", "category": "ab"[index % 2], "source": "s"} for index in range(6)]
 SPEED_BENCH = {"question_id": "0" * 32, "category": "qa", "turns": ["one", "two"], "multiturn": True}
+
+
+def read_conversations(path: Path, **options: object) -> list[Conversation]:
+    return conversations_of(PromptSource(path=path, **options).jobs(takes_turns=True))
 
 
 def prompts(path: Path, **options: object) -> list[object]:
@@ -29,7 +34,7 @@ def test_what_save_to_disk_wrote_is_read_with_all_its_shards(tmp_path: Path) -> 
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "all", num_shards=3)
     assert prompts(tmp_path / "all") == [f"p{index}" for index in range(6)]
-    assert prompts(tmp_path / "all", categories=["b"]) == ["p1", "p3", "p5"]
+    assert prompts(tmp_path / "all", categories=("b",)) == ["p1", "p3", "p5"]
     data.select([4, 2]).save_to_disk(tmp_path / "some")
     assert prompts(tmp_path / "some") == ["p4", "p2"], "rows that were left out stay out"
     (shard, *_) = sorted((tmp_path / "all").glob("*.arrow"))

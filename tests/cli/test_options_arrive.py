@@ -17,6 +17,7 @@ from typing import Any
 import click
 import pytest
 
+from dflash_trt.bench.conversation import Conversation
 from dflash_trt.cli import plan_advice, plan_sweep
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
@@ -256,7 +257,18 @@ def test_no_option_of_run_is_left_out_here() -> None:
     chat = ["--chat", "--system", "s", "--chat-template-option", "a=1"]
     cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
     cases += [["dir", "--prompt", "x", f"--{name.replace('_', '-')}", text] for name, text in GRAMMARS.items()]
-    files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "show_drafts", "as_json"}
+    rows = {"columns", "split", "categories", "num_prompts"}  # test_prompt_source.py
+    files = {
+        "input_file",
+        *rows,
+        "output_file",
+        "overwrite",
+        "resume",
+        "trace_file",
+        "stream",
+        "show_drafts",
+        "as_json",
+    }
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
 
@@ -297,8 +309,19 @@ COMPARED = (*DECIDED, "draft_length", "overlap_scheduling")
 MEASUREMENTS = [
     (
         ("speedup", "dflash_trt.bench.speedup", "compare"),
-        ["--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"],
-        {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
+        [
+            *("--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"),
+            "--temperature",
+            "0.5",
+            "--temperature",
+            "0",
+        ],
+        {
+            "sampling": SamplingParams(max_new_tokens=9, ignore_eos=True),
+            "temperatures": (0.5, 0.0),
+            "concurrency": 3,
+            "num_rounds": 7,
+        },
         DECIDED,
     ),
     (
@@ -321,15 +344,19 @@ def test_every_option_of_a_measurement_reaches_it(names, words, expected, decide
         ran = invoke("bench", subcommand, "dir", "--input-file", rows, *words, *runtime)
         assert ran.stderr == "error: recorded\n"
         assert callable(measurement.arguments.pop("progress"))
-        given = {"engine_dirs": (Path("dir"),)} if subcommand == "speedup" else {"engine_dir": Path("dir")}
-        categories = [None] * len(PROMPTS) if subcommand == "speedup" else None
-        assert measurement.arguments.pop("categories", None) == categories  # of the rows, not an option
-        assert measurement.arguments == expected | given | {"prompts": PROMPTS, "config": config}
+        if subcommand == "speedup":
+            conversations = [Conversation(prompt=row["prompt"]) for row in PROMPTS]
+            given: dict[str, Any] = {"engine_dirs": {"dir": Path("dir")}, "conversations": conversations}
+        else:
+            given = {"engine_dir": Path("dir"), "prompts": PROMPTS}
+        assert measurement.arguments == expected | given | {"config": config}
     minimal = ["dir", "--input-file", "rows"]
     never_set = options_never_set(
         bench.commands[subcommand], minimal, *([*minimal, *words, *runtime] for runtime, _ in cases)
     )
-    assert never_set == {*given, "input_file", "machine", "as_json"}  # tests/bench/test_reports.py has a machine
+    of_rows = {"input_file", "columns", "split", "categories", "num_prompts"}  # test_prompt_source.py
+    of_report = {"csv_path", "figure", "as_json", "machine", "baseline", "min_acceptance_ratio"}  # tests/bench
+    assert never_set - of_report - of_rows == {"sources" if subcommand == "speedup" else "engine_dir"}
 
 
 def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
@@ -338,7 +365,7 @@ def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
     assert invoke("bench", "host", *words).stderr == "error: recorded\n"
     sizes = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "num_ranks": 4}
     assert measure.arguments == {**sizes, "is_chained": True}
-    assert options_never_set(bench.commands["host"], [], words) == {"as_json"}
+    assert options_never_set(bench.commands["host"], [], words) == {"csv_path", "as_json"}
 
 
 def test_every_option_of_bench_machine_reaches_it(invoke, monkeypatch, tmp_path) -> None:
@@ -491,7 +518,8 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
     never_set = options_never_set(
         evaluate, ["dir", "--against", "x", "--input-file", "y"], *([*rest, *runtime] for runtime, _ in cases)
     )
-    assert never_set == gates | {"as_json"}
+    of_rows = {"columns", "split", "categories"}  # test_prompt_source.py
+    assert never_set == gates | of_rows | {"as_json"}
 
 
 def test_verify_hashes_reaches_the_reader_and_the_report(engine_dir, tmp_path, invoke, monkeypatch) -> None:

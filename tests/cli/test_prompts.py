@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli.prompts import Defaults, InputRow, Job, Refusal, rows_of_jsonl, rows_of_texts
+from dflash_trt.cli.prompts import Defaults, InputRow, Job, Refusal, decoded_row, row_of, rows_of_texts
 from dflash_trt.core.request import SamplingParams
 
 DEFAULTS = Defaults(sampling=SamplingParams(max_new_tokens=7, temperature=0.5))
@@ -25,8 +25,8 @@ def test_every_kind_of_prompt_is_passed_on() -> None:
 
 
 def test_ids_are_the_rows_own_or_line_numbers() -> None:
-    lines = [b'{"prompt": "a"}\n', b"\n", b'{"prompt": "b", "id": "mine"}\n', b'{"prompt": "c"}']
-    assert [row.row_id for row in rows_of_jsonl(lines, DEFAULTS)] == [1, "mine", 4]
+    rows = _rows({"prompt": "a"}, {"prompt": "b", "id": "mine"}, {"prompt": "c"})
+    assert [row.row_id for row in rows] == [1, "mine", 3]
 
 
 def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -> None:
@@ -65,7 +65,9 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
         (b"[1]", "found a JSON list"),
         (b'"text"', "found a JSON str"),
         (b"[" * 100_000, "expected a JSON object"),
-        (b"{}", "expected exactly one of prompt, messages, prompt_token_ids, found none"),
+        (b"{}", "expected exactly one of prompt, messages, prompt_token_ids, turns, found none"),
+        (b'{"messages": 3}', "messages: expected a list of objects, found 3"),
+        (b'{"turns": [1]}', "turns: expected a list of texts, found [1]"),
         (b'{"prompt": "a", "messages": []}', "found prompt and messages"),
         (b'{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
         (b'{"prompt": "a", "zzz": 1}', "Known names: id, prompt"),
@@ -92,12 +94,23 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
     ],
 )
 def test_a_wrong_row_is_refused_alone(line: bytes, said: str) -> None:
-    before, refused, after = rows_of_jsonl([b'{"prompt": "a"}', line, b'{"prompt": "b"}'], DEFAULTS)
+    before, refused, after = _read([b'{"prompt": "a"}', line, b'{"prompt": "b"}'], DEFAULTS)
     assert isinstance(before, Job)
     assert isinstance(after, Job)
     assert isinstance(refused, Refusal)
     assert refused.row_id == 2
     assert said in refused.error
+
+
+def test_turns_are_messages_of_a_user_and_a_system_message_goes_before_the_first() -> None:
+    one, two = ({"role": "user", "content": text} for text in ("one", "two"))
+    system = {"role": "system", "content": "s"}
+    first, text = _rows(
+        {"turns": ["one", "two"]}, {"turns": "one"}, defaults=Defaults(sampling=SamplingParams(), system="s")
+    )
+    assert isinstance(first, Job) and isinstance(text, Job)
+    assert (first.prompt, first.later_turns) == ({"messages": [system, one]}, ([two],))
+    assert (text.prompt, text.later_turns) == ({"messages": [system, one]}, ())
 
 
 def test_all_problems_of_a_row_are_named() -> None:
@@ -111,7 +124,11 @@ def test_prompts_of_the_command_line_are_numbered() -> None:
 
 
 def _rows(*rows: dict[str, Any], defaults: Defaults = DEFAULTS) -> list[InputRow]:
-    return list(rows_of_jsonl((json.dumps(row).encode() for row in rows), defaults))
+    return _read([json.dumps(row).encode() for row in rows], defaults)
+
+
+def _read(lines: list[bytes], defaults: Defaults) -> list[InputRow]:
+    return [row_of(number, decoded_row(number, line), defaults) for number, line in enumerate(lines, start=1)]
 
 
 def _prompt(row: InputRow) -> Any:

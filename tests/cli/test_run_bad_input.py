@@ -97,7 +97,7 @@ def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
         (["--input-file", "/nowhere/in.jsonl"], "/nowhere/in.jsonl: expected a JSONL file"),
         (["--prompt", "a", "--output-file", "/nowhere/out.jsonl"], "/nowhere/out.jsonl: expected a file to write"),
         (["--prompt", "a", "--trace-file", "/nowhere/out.jsonl"], "/nowhere/out.jsonl: expected a file to write"),
-        (["--input-file", "/dev/null"], "expected at least one row"),
+        (["--input-file", "/dev/null"], "expected at least one prompt"),
         (["--prompt", "a", "--resume"], "--resume needs --output-file"),
         (["--prompt", "a", "--resume", "--output-file", "/dev/null"], "--output-file with a regular file"),
     ],

@@ -24,6 +24,10 @@ OPTIONS = RunOptions(
     engine_dir=Path("engine"),
     prompts=("a",),
     input_file=None,
+    columns=(),
+    split=None,
+    categories=(),
+    num_prompts=None,
     output_file=None,
     resume=False,
     trace_file=None,
@@ -94,6 +98,7 @@ def test_a_piped_prompt_loses_the_last_end_of_line_and_nothing_else(monkeypatch,
 
 def test_a_run_goes_on_with_what_texts_do_not_depend_on() -> None:
     same = {"engine_dir": Path("e"), "prompts": (), "input_file": Path("i"), "output_file": Path("o"), "resume": True}
+    same |= {"columns": ("prompt=p",), "split": "test", "categories": ("a",), "num_prompts": 2}
     same |= {"overwrite": True, "stream": False, "show_drafts": True, "as_json": True}
     other: dict[str, Any] = {"chat": True, "system": "s", "chat_template_options": ("a=1",), "trace_file": Path("t")}
     other["sampling"] = SamplingParams(temperature=0.5)

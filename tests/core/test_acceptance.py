@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_trt.core.acceptance import (
-    acceptance_length,
-    acceptance_length_interval,
-    accepted_fractions,
-    specdec_bench_acceptance_length,
-)
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions, specdec_bench_acceptance_length
 from dflash_trt.core.request import GenerationOutput, TokenEvent
 
 
@@ -65,14 +60,3 @@ def test_the_first_sample_of_a_prompt_holds_the_others() -> None:
     assert first.samples == (first,) and first.sample_index == 0
     both = replace(first, other_samples=(second,))
     assert both.samples == (both, second)
-
-
-def test_the_interval_over_prompts_holds_the_mean_and_narrows_with_more_of_them() -> None:
-    """Texts that are all alike leave no doubt; without a verified draft there is no interval."""
-    few = [output((3, 3)), output((3, 0)), output((3, 1), (3, 1))]
-    low, high = acceptance_length_interval(few) or (0.0, 0.0)
-    assert 1.0 <= low < (acceptance_length(few) or 0.0) < high <= 4.0
-    narrow_low, narrow_high = acceptance_length_interval(30 * few) or (0.0, 0.0)
-    assert low < narrow_low < (acceptance_length(few) or 0.0) < narrow_high < high
-    assert acceptance_length_interval([output((3, 2))] * 5) == (3.0, 3.0)
-    assert acceptance_length_interval([output(), output()]) is None

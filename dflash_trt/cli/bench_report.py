@@ -1,0 +1,107 @@
+"""The report of every bench: a text for people, JSON with everything, a CSV row for each measurement, a figure."""
+
+import csv
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_trt.core.errors import ConfigError
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+CSV = click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write.")
+FIGURE = click.option(
+    "--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."
+)
+
+
+def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --csv, --figure and --json."""
+    return CSV(FIGURE(JSON(command)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """`rows` are the measurements as JSON has them, `facts` what they depend on, `lines` the text for people.
+
+    `draw` writes the figure, with the facts as its caption.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    lines: Sequence[str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    draw: Callable[[Path, tuple[str, ...]], None] | None = None
+
+    def publish(self, *, as_json: bool, csv_path: Path | None, figure: Path | None) -> None:
+        """Print it, and write the files."""
+        facts = {"command": _command(), "hardware": this_machine(), **self.facts}
+        if csv_path is not None:
+            _write_table(csv_path, self.rows)
+        if figure is not None:
+            assert self.draw is not None
+            self.draw(figure, tuple(f"{name.capitalize()}: {facts[name]}" for name in _CAPTION if name in facts))
+        if as_json:
+            click.echo(json.dumps({**facts, "warnings": list(self.warnings), "reports": list(self.rows)}, indent=2))
+            return
+        for line in self.lines:
+            click.echo(line)
+        for name in _CAPTION:
+            if name in facts:
+                click.echo(f"{name}: {facts[name]}")
+        for warning in self.warnings:
+            click.secho(f"warning: {warning}", fg="yellow", err=True)
+
+
+_CAPTION = ("hardware", "workload", "command")  # facts for people; the longest is the last
+
+
+def check_paths(csv_path: Path | None, figure: Path | None = None) -> None:
+    """Raises ConfigError before minutes of measurement."""
+    for path in (csv_path, figure):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
+    if figure is not None:
+        from dflash_trt.bench.figure_file import check_figure
+
+        check_figure(figure)
+
+
+def this_machine() -> str:
+    """Its GPUs, or its processor."""
+    from dflash_trt.doctor.machine import gpus, machine
+
+    names = [gpu["name"] for gpu in gpus()]
+    if names:
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    host = machine()
+    return f"{host['processor']}, {host['num_cores']} cores, no GPU"
+
+
+def _command() -> str:
+    """The command line as it was typed."""
+    return shlex.join(click.get_current_context().find_root().obj or ["dflash-trt"])
+
+
+def _write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """All rows have the columns of each; what a row lacks is empty."""
+    flat = [dict(_cells(row)) for row in rows]
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(name for row in flat for name in row)))
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _cells(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by column: a field of a field is FIELD_FIELD, and the first of a list FIELD_1."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
+    for key, part in parts:
+        column = f"{name}_{key}" if name else str(key)
+        if isinstance(part, Mapping | list | tuple):
+            yield from _cells(part, column)
+        elif part is not None:
+            yield column, part
