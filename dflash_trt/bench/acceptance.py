@@ -5,32 +5,17 @@ steps that accepted a draft there and those that verified one. Rows add up, so t
 a prompt, are one row.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.bench.intervals import Interval, interval, quotient_interval
 from dflash_trt.core.request import TokenEvent
 
 Counts = NDArray[np.float64]
-_NUM_RESAMPLES = 1000
-_BOUNDS = (2.5, 97.5)  # percentiles of a 95% interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A 95% interval over prompts."""
-
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.low:.2f} to {self.high:.2f}"
-
-    def contains(self, value: float) -> bool:
-        return self.low <= value <= self.high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,23 +108,4 @@ def accepted_by_category(categories: Iterable[str | None], counts: Iterable[Coun
 def ratio_interval(ours: Sequence[Counts], theirs: Sequence[Counts]) -> Interval:
     """Of the quotient of two acceptance lengths over the same texts, which are drawn in pairs."""
     table = np.column_stack([np.array(ours)[:, :2], np.array(theirs)[:, :2]])
-    return _interval(table, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]))
-
-
-def quotient_interval(parts: NDArray[np.float64], wholes: NDArray[np.float64]) -> Interval:
-    """Of the sum of parts over the sum of wholes, each pair of one text."""
-    return _interval(np.column_stack([parts, wholes]), lambda sums: sums[0] / sums[1])
-
-
-def _interval(table: NDArray[np.float64], statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Interval:
-    """A bootstrap that draws whole texts: steps of one text are alike, so that they are no independent samples.
-
-    Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13: percentiles. A draw without any step has
-    no value.
-    """
-    num_texts = len(table)
-    drawn = np.random.default_rng(0).multinomial(num_texts, np.full(num_texts, 1 / num_texts), size=_NUM_RESAMPLES)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = statistic((drawn @ table).T)
-    low, high = np.percentile(values[np.isfinite(values)], _BOUNDS)
-    return Interval(low=float(low), high=float(high))
+    return interval(table, lambda sums: sums[0] * sums[3] / (sums[1] * sums[2]))

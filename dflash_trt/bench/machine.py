@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from dflash_trt.bench.host import measure_host
 from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, GPU_SIZES, ProbeTime, fitted_costs, probe_times
 from dflash_trt.bench.machine_rates import MatrixRates, copy_rates, cpu_library
+from dflash_trt.bench.progress import Progress
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import total_memory_bytes
 from dflash_trt.executor.threads import default_num_threads
@@ -24,13 +23,13 @@ def measure_roofs(name: str, device: torch.device) -> MachineFile:
     return _measured(name, device, MatrixRates(device))
 
 
-def measure_machine(name: str, device: torch.device, progress: Callable[[str], None]) -> MachineFile:
+def measure_machine(name: str, device: torch.device, progress: Progress) -> MachineFile:
     """Everything: some seconds on a CPU."""
-    progress("copies and matrix products")
     matrices = MatrixRates(device)
     found = _measured(name, device, matrices)
-    progress("the host")
+    progress(1, 3, "copies and matrix products")
     host_step_s, host_request_s = _host_costs(is_chained=device.type == "cuda")
+    progress(2, 3, f"the host: {1e3 * host_step_s:.3g} ms per step")
     costs = StepCosts(
         product_rates=matrices.by_rows(),
         product_memory_fraction=1.0,
@@ -40,14 +39,12 @@ def measure_machine(name: str, device: torch.device, progress: Callable[[str], N
         is_host_hidden=device.type == "cuda",
         **dict.fromkeys(COSTS, 0.0),
     )
-    progress("steps of small engines")
     times = probe_times(device, CPU_SIZES if device.type == "cpu" else GPU_SIZES)
     fitted = fitted_costs(times, lambda work: StepClock(found.gpu, costs).time(work).products_s)
     costs = costs.model_copy(update=fitted)
     errors = probe_errors(found, costs, times)
-    progress(
-        f"{len(times)} steps: model / measured {errors[0]:.2f} to {errors[-1]:.2f}, median {np.median(errors):.2f}"
-    )
+    spread = f"{errors[0]:.2f} to {errors[-1]:.2f}, median {np.median(errors):.2f}"
+    progress(3, 3, f"{len(times)} steps of small engines: model / measured {spread}")
     return found.model_copy(update={"costs": costs})
 
 

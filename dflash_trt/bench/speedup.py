@@ -11,21 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dflash_trt.bench.acceptance import (
     Acceptance,
     Counts,
-    Interval,
     acceptance,
     accepted_by_category,
     accepted_by_group,
     counts_of_texts,
-    quotient_interval,
     ratio_interval,
 )
 from dflash_trt.bench.conversation import Conversation
+from dflash_trt.bench.intervals import Interval, speedup_interval
 from dflash_trt.bench.progress import Progress
 from dflash_trt.core.acceptance import specdec_bench_acceptance_length
 from dflash_trt.core.errors import ConfigError, problem, raise_all
@@ -46,7 +42,7 @@ class SideReport:
     """One side at one temperature. `algorithm` None is autoregressive decoding, the reference for speed and texts.
 
     Medians over rounds; `speedup` is the median of the rounds' ratios of tokens per second. Intervals are over prompts,
-    that of the speedup over groups of prompts that ran together. `acceptance_ratio` is the acceptance length over that
+    that of the speedup over rounds, too. `acceptance_ratio` is the acceptance length over that
     of the first drafter. `by_context_len` has the tokens before a step as LOW-HIGH. Sampled texts, which are of all
     rounds, have no `num_equal_texts`. `specdec_bench_acceptance_length` counts as that harness does.
     `distinct_4gram_fraction` is over each text's own 4-grams of token ids, mean over texts: near 0 is a loop, 1 repeats
@@ -201,7 +197,7 @@ def _report(
         mean_prompt_tokens=statistics.fmean(output.num_prompt_tokens for output in outputs),
         output_tok_per_s=statistics.median(run.tok_per_s for run in runs),
         speedup=statistics.median(ratios),
-        speedup_interval=quotient_interval(_median_seconds(plain_runs), _median_seconds(runs)),
+        speedup_interval=speedup_interval([run.seconds for run in plain_runs], [run.seconds for run in runs]),
         speedup_by_round=ratios,
         acceptance=found,
         acceptance_ratio=found.length / reference.length if found and reference else None,
@@ -213,11 +209,6 @@ def _report(
         num_equal_texts=None if temperature else sum(equal),
         distinct_4gram_fraction=statistics.fmean(distinct_fraction(output.token_ids) for output in outputs),
     )
-
-
-def _median_seconds(runs: Sequence[Run]) -> NDArray[np.float64]:  # [groups]
-    """Seconds of each group of conversations, which has equally many tokens on every side."""
-    return np.median([run.seconds for run in runs], axis=0)
 
 
 def _by_context_len(side: _Side, temperature: float) -> dict[str, Acceptance]:

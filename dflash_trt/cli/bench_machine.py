@@ -7,6 +7,7 @@ import click
 
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.other_engines import Choice
+from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 
@@ -48,7 +49,7 @@ def machine(output: Path | None, name: str | None, device: str, num_threads: int
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
         raise ConfigError.about("--output", expected="a file in a directory that exists", found=str(output))
     chosen = _device(device, num_threads)
-    found = measure_machine(name or machine_name(), chosen, lambda line: click.echo(line, err=True))
+    found = measure_machine(name or machine_name(), chosen, TimeLeft())
     if output is None:
         click.echo(found.text(), nl=False)
         return

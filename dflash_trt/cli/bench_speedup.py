@@ -75,8 +75,8 @@ def speedup(context: click.Context, /, sources: tuple[str, ...], **options: Any)
 
     All sides share scheduler, kernels and target; the autoregressive side is the first engine with its drafter unused,
     for which it pays nothing. Stop tokens are ignored, so that all sides make the same number of tokens. K is each
-    engine's max_draft_len, or --draft-length for all. Intervals are over prompts (bootstrap). With a gate, the exit
-    code is 3 if it is missed.
+    engine's max_draft_len, or --draft-length for all. Intervals are over prompts (bootstrap), those of speedups over
+    rounds, too. With a gate, the exit code is 3 if it is missed.
     """
     from dflash_trt.bench.acceptance_figure import draw_acceptance
     from dflash_trt.bench.speedup import compare, sample_warnings

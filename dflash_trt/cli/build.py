@@ -13,6 +13,7 @@ from dflash_trt.cli.help_text import examples, with_default
 from dflash_trt.cli.other_engines import Choice
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
 from dflash_trt.cli.recipes import config_path
+from dflash_trt.cli.time_left import StageLines
 from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.core.chat_template_options import options_from_words
 from dflash_trt.core.config import MTP, Backend, BuildConfig, CollectiveMode, build_config_from
@@ -242,7 +243,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _progress_shown() -> Iterator["ProgressCallback"]:
-    """A bar on a terminal; elsewhere one line per stage. Always on stderr."""
+    """A bar on a terminal; elsewhere lines. Always on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -268,12 +269,15 @@ def _progress_shown() -> Iterator["ProgressCallback"]:
 
 
 def _lines_shown() -> "ProgressCallback":
-    stages: list[str] = []
+    lines = StageLines()
 
     def show(progress: "BuildProgress") -> None:
-        if progress.stage not in stages:
-            stages.append(progress.stage)
-            click.echo(f"{progress.stage} ...", err=True)
+        done, total = progress.done_bytes, progress.total_bytes
+        counts = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        if not total:
+            done, total = progress.done_prompts or progress.done_steps, progress.total_prompts or progress.total_steps
+            counts = f"{done} of {total} {'prompts' if progress.total_prompts else 'steps'}"
+        lines.show(progress.stage, done, total, counts)
 
     return show
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.time_left import StageLines
 from dflash_trt.core.config import BuildConfig
 
 if TYPE_CHECKING:
@@ -64,13 +65,14 @@ def describe(report: "CheckReport") -> dict[str, Any]:
 
 @contextmanager
 def steps_shown() -> Iterator["StepsCallback"]:
-    """TensorRT's phases as bars on a terminal; elsewhere one line per phase. Always on stderr."""
+    """TensorRT's phases as bars on a terminal; elsewhere lines. Always on stderr."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines_shown()
+        lines = StageLines()
+        yield lambda phase, done, total: lines.show(phase, done, total, f"{done} of {total} steps")
         return
     with Progress(console=console, transient=True) as bars:
         tasks: dict[str, Any] = {}
@@ -81,17 +83,6 @@ def steps_shown() -> Iterator["StepsCallback"]:
             bars.update(tasks[phase], completed=done)
 
         yield show
-
-
-def _lines_shown() -> "StepsCallback":
-    seen: set[str] = set()
-
-    def show(phase: str, done: int, total: int) -> None:
-        if phase not in seen:
-            seen.add(phase)
-            click.echo(f"{phase} ...", err=True)
-
-    return show
 
 
 def _print(fields: dict[str, Any]) -> None:

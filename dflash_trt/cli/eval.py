@@ -6,6 +6,7 @@ Knows options, files and the terminal; the numbers are `bench.comparison`'s.
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompt_source import PromptSource, prompt_options
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.cli.time_left import Countdown
 from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
@@ -134,7 +136,14 @@ def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -
     click.echo(f"generating with {engine.path} ...", err=True)
     with ExitStack() as stack:
         llm = stack.enter_context(LLM(engine.path, with_one_draft_length(config, engine)))
-        outputs = llm.generate([job.prompt for job in jobs], [_greedy(job) for job in jobs])
+        countdown, numbers = Countdown("prompts"), count(1)
+        stack.callback(countdown.wipe)
+
+        def advance(*_: object) -> None:
+            number = next(numbers)
+            countdown.show(number, len(jobs), f"{number}/{len(jobs)}")
+
+        outputs = llm.generate([job.prompt for job in jobs], [_greedy(job) for job in jobs], on_output=advance)
     errors = [
         f"{job.row_id}: {output.error}" for job, output in zip(jobs, outputs, strict=True) if output.error is not None
     ]

@@ -26,6 +26,7 @@ from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, outp
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
+from dflash_trt.cli.time_left import Countdown
 from dflash_trt.core.errors import ErrorCollector
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput
@@ -255,7 +256,7 @@ def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOpt
             sink.emit(index, None)
         elif index not in sink.finished:
             jobs.append((index, row))
-    with _progress_bar(options, len(jobs)) as advance:
+    with _progress(options, len(jobs)) as advance:
 
         def take(job_index: int, output: GenerationOutput) -> None:
             index, _ = jobs[job_index]
@@ -295,31 +296,25 @@ def _wants_drafts(llm: "LLM", options: RunOptions) -> bool:
 
 
 @contextmanager
-def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[GenerationOutput], None]]:
-    """A bar on stderr if it is a terminal, several requests run, and no text goes to the same terminal."""
-    if num_jobs < 2 or not sys.stderr.isatty() or (options.output_file is None and sys.stdout.isatty()):
+def _progress(options: RunOptions, num_jobs: int) -> Iterator[Callable[[GenerationOutput], None]]:
+    """On stderr, if several requests run and no text goes to the same terminal."""
+    if num_jobs < 2 or (options.output_file is None and sys.stdout.isatty()):
         yield lambda output: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    countdown, started_s = Countdown("requests"), time.monotonic()
+    num_done = num_tokens = 0
 
-    columns = (
-        TextColumn("requests"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[speed]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("", total=num_jobs, speed="")
-        started, num_tokens = time.monotonic(), 0
+    def advance(output: GenerationOutput) -> None:
+        nonlocal num_done, num_tokens
+        num_done += 1
+        num_tokens += sum(len(sample.token_ids) for sample in output.samples)
+        speed = num_tokens / (time.monotonic() - started_s)
+        countdown.show(num_done, num_jobs, f"{num_done}/{num_jobs}, {speed:.0f} tok/s")
 
-        def advance(output: GenerationOutput) -> None:
-            nonlocal num_tokens
-            num_tokens += sum(len(sample.token_ids) for sample in output.samples)
-            bar.update(task, advance=1, speed=f"{num_tokens / (time.monotonic() - started):.0f} tok/s")
-
+    try:
         yield advance
+    finally:
+        countdown.wipe()
 
 
 def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:

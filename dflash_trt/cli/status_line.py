@@ -19,13 +19,13 @@ class StatusLine:
     """Shows one line of text on stderr, if stderr is a terminal. One thread at a time."""
 
     def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
+        self.is_shown = sys.stderr.isatty()
         self._num_columns = 0  # length of the text shown
         self._updated_s = 0.0
 
     def show(self, text: str) -> None:
         """Replace the text."""
-        if not self._is_shown:
+        if not self.is_shown:
             return
         text = text[: get_terminal_size().columns - 1]  # a wrapped line could not be wiped
         start = "\r" if self._num_columns else ""

@@ -10,9 +10,9 @@ from dflash_trt.bench.acceptance import (
     accepted_by_category,
     counts_of_answers,
     counts_of_texts,
-    quotient_interval,
     ratio_interval,
 )
+from dflash_trt.bench.intervals import quotient_interval, speedup_interval
 from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
 from dflash_trt.core.request import TokenEvent
 from tests.bench.test_load_report import speculation
@@ -59,6 +59,16 @@ def test_the_interval_is_that_of_a_bootstrap_written_out() -> None:
         drawn.append(parts[chosen].sum() / wholes[chosen].sum())
     found = quotient_interval(parts, wholes)
     assert (found.low, found.high) == pytest.approx(np.percentile(drawn, (2.5, 97.5)), rel=0.05)
+
+
+def test_the_interval_of_a_speedup_is_over_prompts_and_rounds() -> None:
+    plain, own = [[2.0, 4.0, 6.0]] * 3, [[1.0, 2.0, 3.0]] * 3
+    sure = speedup_interval(plain, own)
+    assert (sure.low, sure.high) == (2.0, 2.0)
+    of_prompts = speedup_interval(plain, [[1.0, 4.0, 3.0]] * 3)
+    assert 1.0 <= of_prompts.low < 12 / 8 < of_prompts.high <= 2.0
+    of_rounds = speedup_interval(plain, [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [4.0, 8.0, 12.0]])
+    assert (of_rounds.low, of_rounds.high) == (0.5, 2.0)
 
 
 def test_two_drafters_are_compared_text_by_text() -> None:

@@ -92,7 +92,7 @@ def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, t
 
 def test_a_text_that_fails_in_the_engine_ends_the_comparison(engine_dir, prompts_file, invoke, monkeypatch) -> None:
     failed = output_without_tokens("r", "error", text="", error="the device is gone")
-    monkeypatch.setattr("dflash_trt.serving.llm.LLM.generate", lambda self, prompts, sampling: [failed] * len(prompts))
+    monkeypatch.setattr("dflash_trt.serving.llm.LLM.generate", lambda self, prompts, *_, **__: [failed] * len(prompts))
     result = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file)
     assert result.exit_code == 2
     for number in (1, 2, 3):

@@ -13,7 +13,7 @@ import pytest
 from dflash_trt import RuntimeConfig, SamplingParams
 from dflash_trt.cli.open_engine import listed_failures
 from dflash_trt.cli.prompts import Job
-from dflash_trt.cli.run import _progress_bar
+from dflash_trt.cli.run import _progress
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.serving.generation_batch import joined_output, output_without_tokens
@@ -125,13 +125,13 @@ def test_a_bar_counts_requests_where_no_text_is_printed(
     terminal = Terminal()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: has_screen)
     output = joined_output([output_without_tokens("r", "stop", text="")] * 2)
-    with redirect_stderr(terminal), _progress_bar(replace(OPTIONS, output_file=output_file), num_jobs) as advance:
+    with redirect_stderr(terminal), _progress(replace(OPTIONS, output_file=output_file), num_jobs) as advance:
         for _ in range(num_jobs):
             advance(output)
     assert ("2/2" in terminal.getvalue()) == is_shown
     assert bool(terminal.getvalue()) == is_shown
     pipe = StringIO()
-    with redirect_stderr(pipe), _progress_bar(replace(OPTIONS, output_file=Path("o")), 2) as advance:
+    with redirect_stderr(pipe), _progress(replace(OPTIONS, output_file=Path("o")), 2) as advance:
         advance(output)
     assert not pipe.getvalue()
 
