@@ -34,7 +34,8 @@ def _prompts_of(path: Path) -> Iterator[str]:
 def main(num_prompts: int) -> None:
     """Print held-out prompts, one JSON object per line."""
     for prompt in held_out_prompts(num_prompts):
-        click.echo(json.dumps({"prompt": prompt}))
+        category = "class" if prompt.splitlines()[-1].startswith("class") else "function"
+        click.echo(json.dumps({"prompt": prompt, "category": category}))
 
 
 if __name__ == "__main__":
