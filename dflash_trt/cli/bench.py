@@ -13,11 +13,14 @@ from dflash_trt.cli.other_engines import Group
 
 @click.group(
     cls=Group,
-    short_help="Measure an engine on this machine.",
+    short_help="Measure drafters, throughput and servers.",
     epilog=examples("dflash-trt bench speedup engine --input-file prompts.jsonl"),
 )
 def bench() -> None:
-    """Measurements that anybody can repeat."""
+    """Measure drafters, throughput, servers and this machine.
+
+    Every report says its command, hardware and workload, and comes as text, --json or --csv.
+    """
 
 
 for command in (host, machine, serve, speedup, throughput):

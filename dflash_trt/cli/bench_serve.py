@@ -25,7 +25,7 @@ from dflash_trt.cli.bench_options import (
     named,
 )
 from dflash_trt.cli.bench_report import Report, check_paths, report_options, this_machine
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.serve_floors import floors_beside
@@ -102,6 +102,21 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *("input_file", "categories", "num_prompts", "autoregressive", "concurrencies", "request_rates"),
+        *(
+            "max_new_tokens",
+            "temperature",
+            "ignore_eos",
+            "goodput",
+            "num_gpus",
+            "rounds",
+            "csv_path",
+            "figure",
+            "as_json",
+        ),
+    ),
     short_help="Put servers of the OpenAI API under load: throughput and latencies.",
     epilog=examples(
         "dflash-trt bench serve engine --autoregressive --input-file prompts.jsonl --figure speed.svg",

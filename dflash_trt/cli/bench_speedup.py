@@ -13,7 +13,7 @@ from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roo
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, LENGTH, ROUNDS, check_names, conversations_of, named
 from dflash_trt.cli.bench_report import Report, check_paths, report_options
 from dflash_trt.cli.gates import exit_code, gate_lines, gate_rows
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -33,6 +33,11 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *("input_file", "categories", "num_prompts", "max_new_tokens", "concurrency", "temperatures", "rounds"),
+        *("draft_length", "baseline", "min_acceptance_ratio", "csv_path", "figure", "as_json"),
+    ),
     short_help="Compare drafters with each other and with none: speed and acceptance.",
     epilog=examples(
         "dflash-trt bench speedup engine --input-file prompts.jsonl --concurrency 4",

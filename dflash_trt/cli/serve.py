@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.exit_codes import ExitCode
@@ -48,6 +48,11 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *("host", "port", "replicas", "gpus", "router_mode", "no_ui", "model_name", "tool_call_parser"),
+        *("reasoning_parser", "no_drafter", "draft_length", "adaptive", "device", "kv_cache_bytes", "max_queue_len"),
+    ),
     short_help="Serve the OpenAI API on this machine.",
     epilog=examples("dflash-trt serve engine --port 8000", "dflash-trt serve engine --gpus 0,1,2,3 --router-mode kv"),
 )
@@ -106,6 +111,11 @@ def serve(engine_dir: Path, **options: Any) -> None:
 
 
 @click.command(
+    cls=LongCommand,
+    common=(
+        *("host", "namespace", "discovery_backend", "request_plane", "event_plane", "role", "model_name"),
+        *("tool_call_parser", "reasoning_parser", "draft_length", "device", "kv_cache_bytes", "max_queue_len"),
+    ),
     short_help="Serve an engine in a larger Dynamo deployment.",
     epilog=examples("dflash-trt worker engine --host 10.0.0.2 --namespace production"),
 )

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 import dflash_trt.cli.main
-from dflash_trt.cli.plan import plan
-from dflash_trt.cli.run import run
+from dflash_trt.cli.bench import bench
+from dflash_trt.cli.main import cli
 from dflash_trt.core.errors import BuildError, ConfigError, DFlashError
 
 HEAVY = ("torch", "tensorrt", "modelopt", "transformers")
@@ -27,7 +27,13 @@ def test_help_loads_none_of_the_heavy_dependencies(words: list[str]) -> None:
     assert _loaded_after(call) == []
 
 
-@pytest.mark.parametrize("command", [run, plan], ids=["run", "plan"])
+LONG = {
+    **{name: cli.commands[name] for name in ("run", "plan", "serve", "worker")},
+    **{f"bench {name}": bench.commands[name] for name in ("serve", "speedup")},
+}
+
+
+@pytest.mark.parametrize("command", LONG.values(), ids=LONG)
 def test_help_fits_two_screens_and_counts_the_options_that_help_all_shows(command: click.Command) -> None:
     runner = CliRunner()
     short, full = (runner.invoke(command, [flag], terminal_width=80).output for flag in ("--help", "--help-all"))
