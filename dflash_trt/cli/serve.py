@@ -86,6 +86,11 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="How often a request may go on at another replica when its own dies.",
 )
+@click.option(
+    "--baseline-replica",
+    is_flag=True,
+    help="Serve the model without its drafter, too, as NAME-no-drafter on the last of --gpus: the page compares them.",
+)
 @click.option("--no-ui", is_flag=True, help="Leave out the page for browsers at GET /.")
 @_model_options
 @runtime_options()
@@ -191,38 +196,54 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     host, port, router_mode = options.pop("host"), options.pop("port"), options.pop("router_mode")
     migration_limit, num_prefill = options.pop("migration_limit"), options.pop("prefill_workers")
     metrics_port, has_page = options.pop("metrics_port") or port + 1, not options.pop("no_ui")
+    has_baseline = options.pop("baseline_replica")
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
     settings, engine = _settings(engine_dir, options, does_prefill=num_prefill > 0, needed="--prefill-workers")
     nnodes = settings.runtime.nnodes
     groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size // nnodes)
-    num_replicas = len(groups) or replicas or 1 + num_prefill
-    if nnodes > 1 and num_replicas > 1:
+    num_replicas = len(groups) - has_baseline if groups else replicas or 1 + num_prefill
+    num_workers, baseline = num_replicas + has_baseline, None
+    if has_baseline:
+        baseline = f"{settings.model_name}-no-drafter"
+        _check_baseline(settings, engine, num_replicas)
+    if nnodes > 1 and num_workers > 1:
         hint = "Start a worker for each, with a --master-port of its own: see `dflash-trt worker`."
         expected = f"one replica, which has {nnodes} nodes"
-        raise ConfigError.about("--nnodes", expected=expected, found=str(num_replicas), hint=hint)
+        raise ConfigError.about("--nnodes", expected=expected, found=str(num_workers), hint=hint)
     if num_prefill >= num_replicas:
         expected, found = f"more than {num_prefill} replicas, the others decode", str(num_replicas)
         raise ConfigError.about("--prefill-workers", expected=expected, found=found, hint="Raise --replicas or --gpus.")
     if num_prefill and settings.runtime.host_cache_bytes is None:
         hint = "Prompts go from worker to worker through files, which are read into host memory."
         raise ConfigError.about("--prefill-workers", expected="--host-cache-bytes as well", found="none", hint=hint)
-    if metrics_port + num_replicas > _MAX_METRICS_PORT + 1:
-        expected, found = f"ports up to {_MAX_METRICS_PORT}", str(metrics_port + num_replicas - 1)
+    if metrics_port + num_workers > _MAX_METRICS_PORT + 1:
+        expected, found = f"ports up to {_MAX_METRICS_PORT}", str(metrics_port + num_workers - 1)
         raise ConfigError.about("metrics of the replicas", expected=expected, found=found, hint="Pass --metrics-port.")
     mode = router_mode or ("kv" if num_replicas > 1 else "round-robin")
     service = Service(
-        worker=settings.model_copy(update={"num_replicas": num_replicas}),
+        worker=settings.model_copy(update={"num_replicas": num_workers}),
         num_replicas=num_replicas,
         num_prefill_workers=num_prefill,
+        baseline=baseline,
         gpus=groups,
         host=host,
         port=port,
         first_metrics_port=metrics_port,
         frontend_arguments=("--router-mode", mode, "--migration-limit", str(migration_limit)),
-        page=page_settings(engine, settings) if has_page else None,
+        page=page_settings(engine, settings).model_copy(update={"baseline": baseline}) if has_page else None,
     )
     return service, engine
+
+
+def _check_baseline(settings: "WorkerSettings", engine: "EngineDir", num_replicas: int) -> None:
+    """Raises ConfigError: there is nothing to compare."""
+    if engine.manifest.draft is None or not settings.runtime.use_drafter:
+        found = "--no-drafter" if engine.manifest.draft is not None else "an engine without one"
+        raise ConfigError.about("--baseline-replica", expected="a drafter to compare with", found=found)
+    if num_replicas < 1:
+        expected, hint = "GPUs for two replicas", "Name more with --gpus."
+        raise ConfigError.about("--baseline-replica", expected=expected, found="for one", hint=hint)
 
 
 def _settings(
@@ -275,7 +296,7 @@ def _check_ports(service: "Service") -> None:
     from dflash_trt.servers.dynamo.environment import LOOPBACK
 
     places = [(service.host, service.port)]
-    places += [(LOOPBACK, service.metrics_port(index)) for index in range(service.num_replicas)]
+    places += [(LOOPBACK, service.metrics_port(index)) for index in range(service.num_workers)]
     for host, port in places:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -294,7 +315,7 @@ def _print_ready(service: "Service", *, has_template: bool) -> None:
     path, call, prompt = ("chat/completions", "chat.completions", _CHAT) if has_template else (*_TEXT_PATHS, _TEXT)
     body = json.dumps({"model": name, **prompt, "max_tokens": 64})
     arguments = ", ".join(f"{key}={value!r}" for key, value in {"model": name, **prompt}.items())
-    metrics = " ".join(f"http://127.0.0.1:{service.metrics_port(i)}/metrics" for i in range(service.num_replicas))
+    metrics = " ".join(f"http://127.0.0.1:{service.metrics_port(i)}/metrics" for i in range(service.num_workers))
     click.echo(f"serving {name} at {url}/v1 with {service.num_replicas} replica(s)")
     click.echo(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
     click.echo(f"  openai.OpenAI(base_url={url + '/v1'!r}, api_key='none').{call}.create({arguments})")

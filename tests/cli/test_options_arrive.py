@@ -582,7 +582,13 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
         service = supervisor.arguments["service"]
         assert (service.num_prefill_workers, service.worker.prefill_min_tokens) == (2, 7)
         assert service.num_replicas == num_replicas
-    more += [["dir", "--gpus", "3,1", *apart], ["dir", *OF_NODES]]
+    for words, num_replicas in ((["--replicas", "2"], 2), (["--gpus", "0,1,2"], 2), ([], 1)):
+        assert invoke("serve", engine_dir, "--baseline-replica", *words).stderr == "error: recorded\n"
+        service = supervisor.arguments["service"]
+        assert (service.num_replicas, service.num_workers) == (num_replicas, num_replicas + 1)
+        assert service.worker.num_replicas == num_replicas + 1, "they share the machine"
+        assert service.baseline == service.page.baseline == f"{engine_dir.name}-no-drafter"
+    more += [["dir", "--gpus", "3,1", *apart], ["dir", *OF_NODES], ["dir", "--baseline-replica"]]
     assert options_never_set(serve, ["dir"], *more) == {"engine_dir"}
 
 
@@ -595,9 +601,14 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
             ["--prefill-workers", "2", "--replicas", "2", "--host-cache-bytes", "1MiB"],
             "--prefill-workers: expected more than 2 replicas, the others decode, found 2.",
         ),
+        (["--baseline-replica", "--no-drafter"], "expected a drafter to compare with, found --no-drafter."),
+        (
+            ["--baseline-replica", "--gpus", "0"],
+            "expected GPUs for two replicas, found for one. Name more with --gpus.",
+        ),
     ],
 )
-def test_prefill_workers_without_what_they_need_are_refused(engine_dir, invoke, words, refusal) -> None:
+def test_replicas_without_what_they_need_are_refused(engine_dir, invoke, words, refusal) -> None:
     refused = invoke("serve", engine_dir, *words)
     assert (refused.exit_code, refused.stdout) == (2, "") and refusal in refused.stderr
 

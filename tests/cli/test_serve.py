@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.cli import bench_machine, bench_serve
+from dflash_trt.cli import bench_machine, bench_report, bench_serve
 from dflash_trt.cli.serve import _check_ports, _print_ready
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -83,7 +83,7 @@ def test_each_turn_of_an_engine_has_two_free_ports_and_all_have_one_log(monkeypa
 def test_a_machine_is_named_by_its_gpus_or_its_processor(monkeypatch, gpus, of_servers, of_machine) -> None:
     monkeypatch.setattr("dflash_trt.doctor.machine.gpus", lambda: gpus)
     monkeypatch.setattr("dflash_trt.doctor.machine.machine", lambda: {"processor": "a CPU", "num_cores": 3})
-    assert bench_serve._this_machine() == of_servers
+    assert bench_report.this_machine() == of_servers
     assert bench_machine.machine_name() == of_machine
 
 

@@ -182,7 +182,7 @@ def serve(worker: DynamoEngine, config: WorkerConfig) -> None:
 def worker_config(settings: WorkerSettings, card: Path) -> WorkerConfig:
     return WorkerConfig(
         namespace=settings.namespace,
-        component="prefill" if settings.role == "prefill" else "backend",
+        component="prefill" if settings.role == "prefill" else settings.component,
         disaggregation_mode=_MODES[settings.role],
         model_name=str(card),
         served_model_name=settings.model_name,

@@ -28,9 +28,9 @@ class WorkerSettings(Frozen):
     """One engine and its front end, with the front end's planes and discovery backend.
 
     `num_replicas` share this machine. A prefill worker leaves prompts of fewer than `prefill_min_tokens` to the decode
-    worker. Sockets are at `host` (default: where Dynamo's variables say). `tool_call_parser` and `reasoning_parser` are
-    names of Dynamo's parsers, which its front end runs. `card` is the directory of the model card (default: the
-    engine's own). The worker writes its instance id into `id_file`.
+    worker. Workers of one `component` serve one model. Sockets are at `host` (default: where Dynamo's variables say).
+    `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which its front end runs. `card` is the
+    directory of the model card (default: the engine's own). The worker writes its instance id into `id_file`.
     """
 
     engine_dir: Path
@@ -41,6 +41,7 @@ class WorkerSettings(Frozen):
     prefill_min_tokens: int = DEFAULT_MIN_TOKENS
     host: str | None = None
     namespace: str = "dynamo"
+    component: str = "backend"
     discovery_backend: Literal["file", "etcd", "kubernetes"] = "file"
     request_plane: Literal["tcp", "nats"] = "tcp"
     event_plane: Literal["zmq", "nats"] = "zmq"
@@ -51,13 +52,14 @@ class WorkerSettings(Frozen):
 
 
 class PageSettings(Frozen):
-    """What the gateway's page says of its server, and asks of it."""
+    """What the gateway's page says of its server, and asks of it. `baseline` is the model without the drafter."""
 
     model: str
     has_chat_template: bool
     is_chat_model: bool
     has_drafter: bool
     reports_drafts: bool
+    baseline: str | None = None
 
 
 class GatewaySettings(Frozen):

@@ -51,12 +51,14 @@ class Service:
     """Processes to start. Worker i runs on `gpus[i]`, if any; its metrics are on `first_metrics_port` + i.
 
     The first `num_prefill_workers` of the replicas compute prompts for the others, in a directory of the service if
-    `worker` names none. The processes write to `log_file`, by default to standard error.
+    `worker` names none. With `baseline`, a worker after the replicas serves the model without the drafter under this
+    name. The processes write to `log_file`, by default to standard error.
     """
 
     worker: WorkerSettings
     num_replicas: int = 1
     num_prefill_workers: int = 0
+    baseline: str | None = None
     gpus: tuple[tuple[int, ...], ...] = ()
     host: str = LOOPBACK
     port: int = 8000
@@ -64,6 +66,10 @@ class Service:
     frontend_arguments: tuple[str, ...] = ()
     page: PageSettings | None = None
     log_file: Path | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_replicas + (self.baseline is not None)
 
     def metrics_port(self, index: int) -> int:
         return self.first_metrics_port + index
@@ -161,7 +167,7 @@ class Supervisor:
             write_card(EngineDir.open(self._service.worker.engine_dir), self._state / "card")
             stack.enter_context(EventBroker(*event_addresses(self._state)))
             stack.callback(self._stop)
-            self._workers = [self._worker(index) for index in range(self._service.num_replicas)]
+            self._workers = [self._worker(index) for index in range(self._service.num_workers)]
             self._doors = [self._gateway(), self._frontend()]
             for child in self._children:
                 child.start()
@@ -258,8 +264,8 @@ class Supervisor:
         return {int(instance["instance_id"]) for instance in instances}
 
     def _has_model(self) -> bool:
-        models = _get(f"{self._service.url}/v1/models").get("data", [])
-        return any(model["id"] == self._service.worker.model_name for model in models)
+        known = {model["id"] for model in _get(f"{self._service.url}/v1/models").get("data", [])}
+        return known >= {self._service.worker.model_name, self._service.baseline} - {None}
 
     @property
     def _frontend_url(self) -> str:
@@ -269,15 +275,19 @@ class Supervisor:
         service = self._service
         id_file = self._state / f"replica-{index}"
         environment = local_environment(self._state) | {"DYN_SYSTEM_PORT": str(service.metrics_port(index))}
-        threads = max(1, available_cores() // service.num_replicas)
+        threads = max(1, available_cores() // service.num_workers)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         if service.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(service.gpus[index], environment))
         task = self._worker_settings(index).model_copy(update={"id_file": id_file, "card": self._state / "card"})
-        return self._make_child(name=f"replica {index}", task=task, environment=environment, id_file=id_file)
+        name = f"replica {index}" if index < service.num_replicas else "baseline replica"
+        return self._make_child(name=name, task=task, environment=environment, id_file=id_file)
 
     def _worker_settings(self, index: int) -> WorkerSettings:
         worker, num_prefill = self._service.worker, self._service.num_prefill_workers
+        if index == self._service.num_replicas:
+            plain = {"model_name": self._service.baseline, "component": "baseline"}
+            return worker.model_copy(update=plain | {"runtime": worker.runtime.without_drafter()})
         if not num_prefill:
             return worker
         runtime = worker.runtime

@@ -105,7 +105,7 @@ def serving(
     engine: Path, directory: Path, *options: str, num_replicas: int = 2, num_threads: int | None = 1
 ) -> Iterator[Server]:
     """Files that the service makes are below `directory`."""
-    port = free_ports(num_replicas + 1)
+    port = free_ports(num_replicas + 2)  # the last for a baseline replica
     log = directory / f"serve-{port}.log"
     words = [sys.executable, "-m", "dflash_trt.cli.main", "serve", str(engine), "--model-name", "demo"]
     words += ["--port", str(port), "--replicas", str(num_replicas), *options]

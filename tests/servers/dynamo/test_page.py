@@ -30,7 +30,7 @@ from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.marked_texts import marked_texts
 from scripts.browser import DESKTOP, PHONE, Tab, find_chromium, open_tab
 from scripts.draw_page import NAMES, draw
-from tests.servers.dynamo.serving import Server, free_ports
+from tests.servers.dynamo.serving import Server, free_ports, serving
 from tests.servers.dynamo.test_gateway import settings
 
 FILE = Path(page.__file__).with_name("page.html").read_text()
@@ -178,6 +178,28 @@ def test_a_text_is_shown_by_where_its_tokens_come_from(server: Server, tab: Tab,
     tab.evaluate("$('show-rejected').click()")
     assert tab.evaluate("document.querySelector('.text').innerText") == PROMPT + (output.text or "")
     assert tab.complaints == []
+
+
+def test_a_baseline_answers_beside_the_drafter(demo: Path, tmp_path: Path, tab: Tab, offline: LLM) -> None:
+    with serving(demo, tmp_path, "--baseline-replica", "--draft-length", "7", num_replicas=1) as server:
+        tab.open(server.url)
+        assert not tab.evaluate("$('compare-label').hidden")
+        tab.evaluate("$('compare').click()")
+        ask(tab, PROMPT)
+        main, plain = tab.evaluate(
+            "[...document.querySelectorAll('.pair article')].map((one) => [one.querySelector('h3').textContent, "
+            "[...one.querySelectorAll('.text > span:not(.rejected)')].map((span) => span.textContent).join('')])"
+        )
+        text = PROMPT + (offline.generate(PROMPT, SamplingParams(max_new_tokens=40)).text or "")
+        assert (main, plain) == (["With the drafter", text], ["Without", text])
+        assert tab.evaluate("document.querySelectorAll('.baseline .accepted, .baseline .rejected').length") == 0
+        assert re.match(r"\d+\.\d\d times as fast", tab.evaluate("document.querySelector('footer p').textContent"))
+        assert server.metric("dflash_trt:draft_tokens_total", 1) in (None, 0.0)
+        tab.evaluate("$('compare').click()")
+        ask(tab, PROMPT)
+        assert tab.evaluate("document.querySelectorAll('.pair').length") == 1
+        assert tab.complaints == []
+        tab.call("Page.navigate", url="about:blank")  # nothing asks a server that is gone
 
 
 def test_the_servers_numbers_are_live(server: Server, tab: Tab) -> None:

@@ -81,6 +81,15 @@ def test_the_first_workers_compute_prompts_for_the_others(make: Any, tmp_path: P
     assert make(worker=named)._worker(0).task.role == "both"
 
 
+def test_the_last_worker_is_the_model_without_its_drafter(make: Any) -> None:
+    service = make(num_replicas=1, baseline="m-no-drafter", gpus=((0,), (1,)))
+    drafting, plain = (service._worker(index) for index in range(2))
+    assert (drafting.task.model_name, drafting.task.component) == (WORKER.model_name, "backend")
+    assert drafting.task.runtime.use_drafter and not plain.task.runtime.use_drafter
+    assert (plain.name, plain.task.model_name, plain.task.component) == ("baseline replica", "m-no-drafter", "baseline")
+    assert plain.environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 def test_the_gateway_stands_before_the_front_end_which_is_on_loopback(make: Any, tmp_path: Path) -> None:
     page = PageSettings(model="m", has_chat_template=True, is_chat_model=True, has_drafter=True, reports_drafts=True)
     service = make(host="0.0.0.0", port=8123, frontend_arguments=("--router-mode", "kv"), page=page)
