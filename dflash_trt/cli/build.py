@@ -68,7 +68,7 @@ class _BuildCommand(click.Command):
     "drafter_overrides",
     metavar="KEY=JSON",
     multiple=True,
-    help="Read a key of the drafter's config.json as this value; may be repeated.",
+    help="Read a key of the drafter's config.json as this value; repeatable.",
 )
 @click.option("--draft-window", type=int, help="Tokens of context that the drafter sees at most.  [default: its own]")
 @click.option(

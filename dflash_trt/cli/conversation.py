@@ -97,6 +97,7 @@ class _Conversation:
             return
         summary = summarize(
             self._outputs,
+            max_new_tokens=[self._sampling.max_new_tokens] * len(self._outputs),
             num_refused=0,
             load_time_s=load_time_s,
             wall_time_s=sum(output.total_s for output in self._outputs),

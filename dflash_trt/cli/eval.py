@@ -82,6 +82,8 @@ def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
         if ours == theirs or (part == "draft" and None in (ours, theirs)):
             continue
         hint = "Compare engines that were built from the same checkpoints."
+        if part == "draft":
+            hint += " `dflash-trt bench speedup` compares drafters, with a gate, too."
         found = f"another {part} in {baseline.path}"
         problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, hint=hint))
     raise_all(ConfigError, "eval", problems)

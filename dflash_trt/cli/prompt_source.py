@@ -134,7 +134,7 @@ class PromptSource:
         try:
             text = sys.stdin.buffer.read() if self.path == STDIN_NAME else self.path.read_bytes()
         except OSError as error:
-            found, hint = str(error.strerror), "Check the path."
+            found, hint = str(error.strerror).lower(), 'Pass one JSON object per line, for example {"prompt": "Hello"}.'
             expected = "a JSONL file or a data set"
             raise ConfigError.about(str(self.path), expected=expected, found=found, hint=hint) from error
         return enumerate(text.split(b"\n"), start=1)

@@ -25,6 +25,7 @@ class RunSummary:
     """`wall_time_s` runs from the first request to the last token; loading the engine is `load_time_s`.
 
     `acceptance_length` is the mean of tokens emitted per verify step, bonus included.
+    `num_ended_at_max_seq_len` counts texts that the engine's limit ended before their own.
     `accepted_fraction_by_position[i]` is how often draft i (from 0) was accepted, of the steps that verified it.
     """
 
@@ -32,6 +33,7 @@ class RunSummary:
     num_failed: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_ended_at_max_seq_len: int
     load_time_s: float
     wall_time_s: float
     output_tok_per_s: float
@@ -51,12 +53,13 @@ class RunSummary:
 def summarize(
     outputs: Sequence[GenerationOutput],
     *,
+    max_new_tokens: Sequence[int],
     num_refused: int,
     load_time_s: float,
     wall_time_s: float,
     max_draft_tokens: int,
 ) -> RunSummary:
-    """Sum up finished requests; `num_refused` more never reached the engine."""
+    """Sum up finished requests with their `max_new_tokens`; `num_refused` more never reached the engine."""
     num_failed = num_refused + sum(output.finish_reason == "error" for output in outputs)
     num_output_tokens = sum(len(output.token_ids) for output in outputs)
     ngram_steps = [step for output in outputs for step in output.steps if step.ngram_draft_token_ids]
@@ -66,6 +69,10 @@ def summarize(
         num_failed=num_failed,
         num_prompt_tokens=sum(output.num_prompt_tokens for output in outputs),
         num_output_tokens=num_output_tokens,
+        num_ended_at_max_seq_len=sum(
+            output.finish_reason == "length" and len(output.token_ids) < limit
+            for output, limit in zip(outputs, max_new_tokens, strict=True)
+        ),
         load_time_s=load_time_s,
         wall_time_s=wall_time_s,
         output_tok_per_s=num_output_tokens / wall_time_s if wall_time_s > 0 else 0.0,
@@ -92,6 +99,9 @@ def summary_lines(summary: RunSummary) -> list[str]:
         f"in {summary.wall_time_s:.2f} s, {summary.output_tok_per_s:.1f} tok/s (engine loaded in "
         f"{summary.load_time_s:.2f} s)"
     ]
+    if summary.num_ended_at_max_seq_len:
+        texts = "1 text" if summary.num_ended_at_max_seq_len == 1 else f"{summary.num_ended_at_max_seq_len} texts"
+        lines.append(f"{texts} ended at the engine's max_seq_len, before max_new_tokens")
     times = summary.time_to_first_token_s
     if times is not None:
         lines.append(f"time to first token: median {1000 * times.median:.1f} ms, max {1000 * times.max:.1f} ms")

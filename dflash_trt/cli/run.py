@@ -152,8 +152,15 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
         started = time.monotonic()
         produce = _stream if options.streams(len(rows)) else _generate
         outputs = produce(llm, rows, sink, options)
+        samples = [
+            (row, sample)
+            for index, row in enumerate(rows)
+            if isinstance(row, Job) and index in outputs
+            for sample in outputs[index].samples
+        ]
         summary = summarize(
-            [sample for output in outputs.values() for sample in output.samples],
+            [sample for _, sample in samples],
+            max_new_tokens=[row.sampling.max_new_tokens for row, _ in samples],
             num_refused=sum(isinstance(row, Refusal) for row in rows),
             load_time_s=load_time_s,
             wall_time_s=time.monotonic() - started,

@@ -156,7 +156,10 @@ class RuntimeConfig(Frozen):
     kv_cache_free_memory_fraction: Annotated[
         float | None,
         Field(gt=0, le=1),
-        Option(help="The same, as a fraction of free memory (default: 0.5 on a CPU, 0.8 on a GPU, 0.9 with TensorRT)."),
+        Option(
+            help="Memory for the K/V pages as a fraction of free memory (default: 0.5 on a CPU, 0.8 on a GPU, 0.9 with "
+            "TensorRT)."
+        ),
     ] = None
     host_cache_bytes: Annotated[
         int | None,

@@ -185,7 +185,7 @@ def test_an_invalid_row_is_refused_before_anything_runs(engine_dir, tmp_path):
     assert "2: input row: 2 problems" in result.stderr and "Did you mean 'prompt'?" in result.stderr
     result = CliRunner().invoke(cli, ["bench", "speedup", str(engine_dir), "--input-file", str(tmp_path / "none")])
     assert result.exit_code == 2
-    assert "none: expected a JSONL file or a data set, found No such file or directory" in result.stderr
+    assert "none: expected a JSONL file or a data set, found no such file or directory" in result.stderr
 
 
 @pytest.mark.parametrize(

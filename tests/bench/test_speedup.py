@@ -187,6 +187,11 @@ def test_engines_that_cannot_be_compared_are_refused(root: Path) -> None:
     assert "another target: expected the target of" in result.output
 
 
+def test_drafters_are_for_this_command_and_not_for_eval(root: Path) -> None:
+    result = run("eval", root / "dflash", "--against", root / "eagle3", "--input-file", root / "prompts.jsonl")
+    assert result.exit_code == 2 and "`dflash-trt bench speedup` compares drafters, with a gate, too." in result.output
+
+
 def test_more_drafts_than_an_engine_makes_are_refused_before_any_side_runs(root: Path) -> None:
     result = compared(root, "eagle3", "dflash", options=("--draft-length", 5))
     assert result.exit_code == 2 and "expected 0 to 3" in result.output

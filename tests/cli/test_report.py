@@ -32,7 +32,12 @@ def _output(
 
 def _summary(*outputs: GenerationOutput, num_refused: int = 0, max_draft_tokens: int = 3) -> RunSummary:
     return summarize(
-        outputs, num_refused=num_refused, load_time_s=1.0, wall_time_s=2.0, max_draft_tokens=max_draft_tokens
+        outputs,
+        max_new_tokens=[9] * len(outputs),
+        num_refused=num_refused,
+        load_time_s=1.0,
+        wall_time_s=2.0,
+        max_draft_tokens=max_draft_tokens,
     )
 
 
@@ -50,6 +55,15 @@ def test_counts_and_times_are_over_all_requests() -> None:
     assert (summary.num_output_tokens, summary.output_tok_per_s) == (10, 5.0)
     assert summary.time_to_first_token_s is not None
     assert asdict(summary.time_to_first_token_s) == pytest.approx({"mean": 0.3, "median": 0.3, "max": 0.4})
+
+
+def test_texts_that_the_engine_ended_early_are_counted() -> None:
+    whole, cut, failed = _output(num_tokens=9), _output(num_tokens=8), _output(num_tokens=1, error="bad")
+    early = replace(cut, finish_reason="stop")
+    line = "1 text ended at the engine's max_seq_len, before max_new_tokens"
+    assert line in summary_lines(_summary(whole, cut, failed, early))
+    assert "2 texts ended" in "".join(summary_lines(_summary(cut, cut)))
+    assert not any("max_seq_len" in text for text in summary_lines(_summary(whole, failed, early)))
 
 
 def test_drafts_of_texts_are_apart_from_the_drafters() -> None:
