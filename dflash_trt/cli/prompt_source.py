@@ -104,18 +104,17 @@ class PromptSource:
         Categories alternate, so that a measurement that takes few rows has a share of each.
 
         Raises:
-            ConfigError: as `rows` does, or for a row that is wrong.
+            ConfigError: as `rows` does, or for a wrong row among those.
         """
         everything = replace(self, num_prompts=None)
-        rows = everything.rows(Defaults(sampling=sampling or SamplingParams()), takes_turns=takes_turns)
-        refused = [f"{row.row_id}: {row.error}" for row in rows if isinstance(row, Refusal)]
+        by_category: dict[str | None, list[InputRow]] = {}
+        for row in everything.rows(Defaults(sampling=sampling or SamplingParams()), takes_turns=takes_turns):
+            by_category.setdefault(row.category if isinstance(row, Job) else None, []).append(row)
+        alternating = [row for group in zip_longest(*by_category.values()) for row in group if row is not None]
+        chosen = alternating[: self.num_prompts]
+        refused = [f"{row.row_id}: {row.error}" for row in chosen if isinstance(row, Refusal)]
         raise_all(ConfigError, str(self.path), refused[:MAX_LISTED_ROWS])
-        by_category: dict[str | None, list[Job]] = {}
-        for row in rows:
-            assert isinstance(row, Job)
-            by_category.setdefault(row.category, []).append(row)
-        alternating = [job for group in zip_longest(*by_category.values()) for job in group if job is not None]
-        return alternating[: self.num_prompts]
+        return [row for row in chosen if isinstance(row, Job)]
 
     def _fields(self) -> Iterator[tuple[int, Any]]:
         """Fields of each row by its number, or a Refusal. Raises ConfigError."""

@@ -1,6 +1,7 @@
 """The rows of `run`, `eval` and every bench: one reader for all of them."""
 
 import json
+from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def test_wrong_rows_stay_in_a_run_and_stop_a_measurement(tmp_path: Path) -> None
     assert isinstance(refused, Refusal) and "Did you mean 'prompt'?" in refused.error
     with pytest.raises(ConfigError, match="2: input row"):
         source.jobs()
+    assert texts(replace(source, num_prompts=1).jobs()) == ["a0"], "a wrong row that is not wanted does not matter"
 
 
 def test_only_what_sends_turn_by_turn_takes_several_turns(tmp_path: Path) -> None:
