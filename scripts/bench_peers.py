@@ -1,32 +1,45 @@
-"""The demo pair as a user could run it instead: this engine, transformers and PyPI dflash, in alternation.
+"""The demo pair as a user could run it instead: this engine, transformers, PyPI dflash and llama.cpp, in alternation.
 
 One request at a time, greedy, float32. For each prompt the sides run one after the other, so that a machine that slows
 down for a while slows all of them; ratios are taken within a prompt. Beside the time that passes there is the CPU time
-of the process, which other processes disturb less. Every side must give the same token ids.
+of the process, which other processes disturb less. Every side in float32 must give the same token ids; llama.cpp in
+f16 and q8_0, whose products are rounded, has its equal texts counted.
 """
 
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DEMO: Final = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 _DRAFT_LENGTH: Final = 7  # all that the demo's drafter makes, as its peers do
-_PEERS: Final = ("transformers", "dflash")
 _OURS: Final = ("autoregressive", "speculative")
+_REFERENCE: Final = "transformers"
+_LLAMA_CPP: Final = {f"llama.cpp {kind}": kind for kind in ("f32", "f16", "q8_0")}
+_ROUNDED: Final = ("llama.cpp f16", "llama.cpp q8_0")  # other products than those of float32
 
-Generate = Callable[[Sequence[int]], list[int]]  # prompt -> new tokens
-Seconds = dict[str, list[tuple[float, float]]]  # wall time, CPU time of every prompt, by side
+
+class Answer(NamedTuple):
+    """New tokens of one prompt, and what they took."""
+
+    tokens: list[int]
+    wall_s: float
+    cpu_s: float
+
+
+Side = Callable[[Sequence[int]], Answer]  # of a prompt
+Answers = dict[str, list[Answer]]  # of every prompt, by side
 
 
 @click.command()
@@ -35,69 +48,95 @@ Seconds = dict[str, list[tuple[float, float]]]  # wall time, CPU time of every p
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Runs of every prompt on every side, all counted.")
 @click.option("--threads", default=1, show_default=True, help="Intra-op threads of every side.")
+@click.option(
+    "--draft-length", default=_DRAFT_LENGTH, show_default=True, help="Drafts in a step of the speculative side."
+)
+@click.option("--llama-cpp", type=click.Path(path_type=Path, exists=True), help="A Python that has llama-cpp-python.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-def main(engine: Path, num_prompts: int, max_new_tokens: int, rounds: int, threads: int, as_json: bool) -> None:
+def main(
+    engine: Path,
+    num_prompts: int,
+    max_new_tokens: int,
+    rounds: int,
+    threads: int,
+    draft_length: int,
+    llama_cpp: Path | None,
+    as_json: bool,
+) -> None:
     """Time the demo pair on every side; ENGINE is built from it in float32."""
     os.environ.update(dict.fromkeys(_THREADS, str(threads)))  # before PyTorch starts its threads
     import torch
 
     torch.set_num_threads(threads)
-    with _sides(engine, max_new_tokens, threads) as (sides, tokenize):
+    with ExitStack() as stack:
+        sides, tokenize = stack.enter_context(_sides(engine, max_new_tokens, threads, draft_length))
+        for name, kind in _LLAMA_CPP.items() if llama_cpp else ():
+            sides[name] = stack.enter_context(_llama_cpp(llama_cpp, kind, max_new_tokens, threads))
         prompts = [tokenize(prompt) for prompt in _held_out(num_prompts)]
-        for generate in sides.values():  # warm-up
-            generate(prompts[0])
-        seconds = _alternating(sides, prompts * rounds)
-    report = _report(seconds, max_new_tokens) | {
+        for side in sides.values():  # warm-up
+            side(prompts[0])
+        answers = _alternating(sides, prompts * rounds)
+    report = _report(answers, max_new_tokens) | {
         "num_prompts": num_prompts,
         "max_new_tokens": max_new_tokens,
         "num_rounds": rounds,
         "num_threads": threads,
+        "draft_length": draft_length,
         "versions": {name: version(name) for name in ("torch", "transformers", "dflash", "dflash-trt")},
         "python": platform.python_version(),
     }
     click.echo(json.dumps(report) if as_json else _table(report))
 
 
-def _alternating(sides: dict[str, Generate], prompts: Sequence[Sequence[int]]) -> Seconds:
-    """Every prompt on every side. Exits when the texts differ."""
-    seconds: Seconds = {name: [] for name in sides}
+def _alternating(sides: dict[str, Side], prompts: Sequence[Sequence[int]]) -> Answers:
+    """Every prompt on every side. Exits when the texts of float32 differ."""
+    answers: Answers = {name: [] for name in sides}
     for index, prompt in enumerate(prompts):
-        texts: dict[str, list[int]] = {}
-        for name, generate in sides.items():
-            started_s, started_cpu_s = time.perf_counter(), time.process_time()
-            texts[name] = generate(prompt)
-            seconds[name].append((time.perf_counter() - started_s, time.process_time() - started_cpu_s))
-        different = [name for name in sides if texts[name] != texts["transformers"]]
+        for name, side in sides.items():
+            answers[name].append(side(prompt))
+        expected = answers[_REFERENCE][-1].tokens
+        different = [name for name in sides if name not in _ROUNDED and answers[name][-1].tokens != expected]
         if different:
             sys.exit(f"prompt {index}: {', '.join(different)} gave other tokens than transformers")
-    return seconds
+    return answers
 
 
-def _report(seconds: Seconds, max_new_tokens: int) -> dict[str, Any]:
+def _report(answers: Answers, max_new_tokens: int) -> dict[str, Any]:
     """Medians over prompts and rounds; a ratio is the median of the ratios within one prompt and round."""
+    peers = [name for name in answers if name not in _OURS]
 
-    def ratios(ours: str, clock: int) -> dict[str, float]:
-        return {
-            peer: statistics.median(b[clock] / a[clock] for a, b in zip(seconds[ours], seconds[peer], strict=True))
-            for peer in _PEERS
-        }
+    def ratios(ours: str, clock: str) -> dict[str, float]:
+        def ratio(peer: str) -> float:
+            pairs = zip(answers[ours], answers[peer], strict=True)
+            return statistics.median(getattr(b, clock) / getattr(a, clock) for a, b in pairs)
 
+        return {peer: ratio(peer) for peer in peers}
+
+    expected = [answer.tokens for answer in answers[_REFERENCE]]
     return {
         "tok_per_s": {
-            name: max_new_tokens / statistics.median(wall_s for wall_s, _ in times) for name, times in seconds.items()
+            name: max_new_tokens / statistics.median(answer.wall_s for answer in of_side)
+            for name, of_side in answers.items()
         },
-        "speedup": {ours: ratios(ours, 0) for ours in _OURS},
-        "cpu_time_speedup": {ours: ratios(ours, 1) for ours in _OURS},
+        "equal_texts": {
+            name: sum(answer.tokens == tokens for answer, tokens in zip(of_side, expected, strict=True))
+            for name, of_side in answers.items()
+        },
+        "num_texts": len(expected),
+        "speedup": {ours: ratios(ours, "wall_s") for ours in _OURS},
+        "cpu_time_speedup": {ours: ratios(ours, "cpu_s") for ours in _OURS},
     }
 
 
 def _table(report: dict[str, Any]) -> str:
-    columns = ("tok/s", "times transformers", "times dflash", "by CPU time: transformers", "dflash")
+    """A row for each side; ratios of ours to it, by the clock and by CPU time."""
+    columns = ("tok/s", "equal texts", *(f"{ours} / it{by}" for by in ("", ", CPU time") for ours in _OURS))
     rows = [f"| | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
     for name, speed in report["tok_per_s"].items():
-        kinds = [report[kind].get(name, {}) for kind in ("speedup", "cpu_time_speedup")]
-        cells = [f"{ratios[peer]:.2f}" if ratios else "" for ratios in kinds for peer in _PEERS]
-        rows.append(f"| {name} | {speed:.0f} | {' | '.join(cells)} |")
+        ratios = [report[kind][ours].get(name) for kind in ("speedup", "cpu_time_speedup") for ours in _OURS]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        equal = f"{report['equal_texts'][name]} of {report['num_texts']}"
+        rows.append(f"| {name} | {speed:.0f} | {equal} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -109,29 +148,64 @@ def _held_out(num_prompts: int) -> list[str]:
 
 @contextmanager
 def _sides(
-    engine: Path, max_new_tokens: int, threads: int
-) -> Iterator[tuple[dict[str, Generate], Callable[[str], list[int]]]]:
-    """Every side by name, and the tokenizer of all of them."""
+    engine: Path, max_new_tokens: int, threads: int, draft_length: int
+) -> Iterator[tuple[dict[str, Side], Callable[[str], list[int]]]]:
+    """Every side in this process by name, and the tokenizer of all of them."""
     from transformers import AutoTokenizer
 
     from dflash_trt import LLM, SamplingParams
 
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
 
-    def ours(llm: LLM) -> Generate:
-        return lambda prompt: list(llm.generate([list(prompt)], sampling)[0].token_ids)
+    def ours(llm: LLM) -> Side:
+        return _timed(lambda prompt: list(llm.generate([list(prompt)], sampling)[0].token_ids))
 
     options: dict[str, Any] = {"num_threads": threads, "enable_prefix_caching": False, "kv_cache_bytes": 1 << 28}
     with (
         LLM(engine, use_drafter=False, **options) as plain,
-        LLM(engine, draft_length=_DRAFT_LENGTH, **options) as speculative,
+        LLM(engine, draft_length=draft_length, **options) as speculative,
     ):
         sides = _peers(max_new_tokens) | {"autoregressive": ours(plain), "speculative": ours(speculative)}
         tokenizer = AutoTokenizer.from_pretrained(_DEMO / "target")
         yield sides, lambda text: list(tokenizer(text)["input_ids"])
 
 
-def _peers(max_new_tokens: int) -> dict[str, Generate]:
+def _timed(generate: Callable[[Sequence[int]], list[int]]) -> Side:
+    def answer(prompt: Sequence[int]) -> Answer:
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        tokens = generate(prompt)
+        return Answer(tokens, time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+
+    return answer
+
+
+@contextmanager
+def _llama_cpp(python: Path, kind: str, max_new_tokens: int, threads: int) -> Iterator[Side]:
+    """llama.cpp on the demo's target, in a process of its own, which sleeps while the other sides run."""
+    peer = Path(__file__).with_name("llama_cpp_peer.py")
+    command = [str(python), str(peer), str(_DEMO / "target"), kind, str(threads)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        requests, replies = process.stdin, process.stdout
+
+        def reply() -> dict[str, Any]:
+            if not (line := replies.readline()):
+                sys.exit(f"llama.cpp ended; run {' '.join(command)} to see why")
+            found: dict[str, Any] = json.loads(line)
+            return found
+
+        def answer(prompt: Sequence[int]) -> Answer:
+            requests.write(json.dumps({"prompt": list(prompt), "max_new_tokens": max_new_tokens}) + "\n")
+            requests.flush()
+            return Answer(**reply())
+
+        reply()  # its version, when it has loaded the model
+        yield answer
+
+
+def _peers(max_new_tokens: int) -> dict[str, Side]:
     """`generate` of transformers and the loop of PyPI dflash, on the demo's own checkpoints."""
     import torch
     from dflash.model import DFlash2DraftModel, dflash_generate
@@ -157,7 +231,7 @@ def _peers(max_new_tokens: int) -> dict[str, Generate]:
             output = dflash_generate(draft, target, torch.tensor([prompt]), max_new_tokens, None)
         return list(output[0, len(prompt) :].tolist())
 
-    return {"transformers": transformers_tokens, "dflash": dflash_tokens}
+    return {"transformers": _timed(transformers_tokens), "dflash": _timed(dflash_tokens)}
 
 
 if __name__ == "__main__":
