@@ -172,6 +172,7 @@ class HostInputs:
         self._packer = StepPacker(limits)
         assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
         self._assembled = TensorBlock(assembled, limits)
+        self._shape: StepShape | None = None
 
     def assemble(self, plan: StepPlan, shape: StepShape, slots: DeviceSlots) -> StepInputs[Tensor]:
         """The inputs of a plan; overwritten by the next one."""
@@ -180,10 +181,12 @@ class HostInputs:
             entries = torch.from_numpy(updated_entries(updates, self._limits))
             slots.update_pages(entries, torch.from_numpy(updates.page_ids.astype(np.int32)))
         self._packer.pack(plan.rows, shape)
-        packed = self._packer.block.views(shape)
-        inputs = bind_inputs(packed, self._assembled.views(shape))
-        slots.assemble(PlanInputs(**packed), inputs)
-        return inputs
+        if shape != self._shape:
+            packed = self._packer.block.views(shape)
+            self._shape, self._plan_inputs = shape, PlanInputs(**packed)
+            self._step_inputs = bind_inputs(packed, self._assembled.views(shape))
+        slots.assemble(self._plan_inputs, self._step_inputs)
+        return self._step_inputs
 
 
 def bind_inputs(packed: dict[str, Tensor], assembled: dict[str, Tensor]) -> StepInputs[Tensor]:

@@ -82,10 +82,23 @@ def run_step(
     `reader` reads the logits of steps that return more log probabilities than the emitted tokens'. `logit_rows`, [L],
     are the rows of tokens whose logits are computed, if more than those of `inputs` are: they come first.
     """
+    target, acceptance = run_and_accept(ops, network, inputs, state, reader=reader, logit_rows=logit_rows)
+    return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
+
+
+def run_and_accept(
+    ops: Ops[T],
+    network: Network[T],
+    inputs: StepInputs[T],
+    state: StepState[T],
+    *,
+    reader: LogitsReader[T] | None = None,
+    logit_rows: T | None = None,
+) -> tuple[TargetRun[T], Acceptance[T]]:
+    """`run_step` without the drafter."""
     target = run_layers(ops, network, inputs, state)
     rows = inputs.logit_rows if logit_rows is None else logit_rows
-    acceptance = _accept(ops, network, rows, target.hidden, reader)
-    return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
+    return target, _accept(ops, network, rows, target.hidden, reader)
 
 
 def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:

@@ -1,6 +1,8 @@
 """A plan as tensors and tensors as a result, field by field; chained rows filled from their slots."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
+from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
+from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.core.batch import (
     RequestResult,
     ScheduledRequest,
@@ -162,14 +166,26 @@ ROOMY = ExecutorLimits(
     max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200, draft_topk=3
 )
 
+KERNELS = cpu_kernels()
+SLOTS: dict[str, Callable[[ExecutorLimits], DeviceSlots]] = {"PyTorch": DeviceSlots}
+if isinstance(KERNELS, CpuKernels):
+    SLOTS["CPU kernels"] = partial(NativeSlots, kernels=KERNELS)
 
+
+@pytest.mark.parametrize("make_slots", SLOTS.values(), ids=SLOTS)
 @settings(deadline=None)
-@given(st.lists(batches, min_size=1, max_size=4))
+@given(sequence=st.lists(batches, min_size=1, max_size=4))
 @example(
-    [one_row(12), one_row(4), StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0)]
+    sequence=[
+        one_row(12),
+        one_row(4),
+        StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0),
+    ]
 )
-def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequence: list[StepBatch]) -> None:
-    inputs, slots = HostInputs(ROOMY), DeviceSlots(ROOMY)
+def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(
+    make_slots: Callable[[ExecutorLimits], DeviceSlots], sequence: list[StepBatch]
+) -> None:
+    inputs, slots = HostInputs(ROOMY), make_slots(ROOMY)
     for batch in sequence:
         plan = plan_of(batch)
         expected = reference_inputs(batch)
@@ -180,13 +196,16 @@ def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequ
         assert same(step_inputs(batch), expected)
 
 
+@pytest.mark.parametrize("make_slots", SLOTS.values(), ids=SLOTS)
 @settings(deadline=None)
-@given(batches, st.data())
-def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatch, data: st.DataObject) -> None:
+@given(batch=batches, data=st.data())
+def test_a_chained_row_is_the_row_that_the_host_would_have_given(
+    make_slots: Callable[[ExecutorLimits], DeviceSlots], batch: StepBatch, data: st.DataObject
+) -> None:
     """Any rows of a step, each verifying any number of the drafts that the step before stored to its slot."""
     k = batch.num_draft_tokens
     slot_ids = data.draw(st.permutations(range(64)))[: len(batch.requests)]
-    rows, slots = [], DeviceSlots(ROOMY)
+    rows, slots = [], make_slots(ROOMY)
     is_chained = [data.draw(st.booleans()) for _ in batch.requests]
     for row, chained in zip(batch.requests, is_chained, strict=True):
         num_candidates = data.draw(st.integers(0, k)) if chained else row.num_candidates
@@ -218,6 +237,18 @@ def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatc
         assert torch.equal(
             found.draft_topk_probs, stored.draft_topk_probs * is_drawn
         )  # the host's drafts were not drawn
+
+
+@pytest.mark.skipif(not isinstance(KERNELS, CpuKernels), reason=f"no CPU kernels: {KERNELS}")
+def test_greedy_drafts_are_stored_as_pytorch_stores_them() -> None:
+    slot_ids, k = torch.tensor([5, 0, 63]), 3
+    bonus, lens = torch.tensor([7, 8, 9], dtype=torch.int32), torch.tensor([1, 30, 0], dtype=torch.int32)
+    both = [make(ROOMY) for make in SLOTS.values()]
+    for slots in both:
+        slots.store(slot_ids, bonus, Proposal(tokens=_proposal(3, k).tokens), lens)
+        slots.store(slot_ids[:1], bonus[1:2], None, lens[1:2])
+    assert all(torch.equal(*pair) for pair in zip(*(slots.tensors for slots in both), strict=True))
+    assert both[0].token_ids[5].tolist() == [8, 501, 502, 503, 0]
 
 
 def _proposal(num_requests: int, k: int) -> Proposal[torch.Tensor]:

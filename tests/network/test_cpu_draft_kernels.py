@@ -10,7 +10,7 @@ from torch import Tensor
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.dflash2 import most_likely
 from dflash_trt.backends.torch.native.build import instruction_sets, library_path
-from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.library import Candidates, CpuKernels, NoKernels, cpu_kernels, load_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
@@ -107,7 +107,7 @@ def test_the_candidates_are_those_of_pytorch_to_the_last_tie(kernels: CpuKernels
     logits[0, ::2], logits[1], logits[2] = torch.nan, torch.nan, 0.0
     for top_k in (1, 5, 16):
         scores, tokens = torch.empty(40, top_k), torch.empty(40, top_k, dtype=torch.int32)
-        kernels.candidates(logits.data_ptr(), *logits.shape, top_k, scores.data_ptr(), tokens.data_ptr())
+        kernels.call(Candidates(logits.data_ptr(), *logits.shape, top_k, scores.data_ptr(), tokens.data_ptr()))
         expected = most_likely(logits, top_k)
         assert torch.equal(tokens.long(), expected)
         assert torch.equal(scores, logits.nan_to_num(-torch.inf, neginf=-torch.inf).gather(1, expected))
@@ -117,3 +117,62 @@ def test_a_step_without_requests_that_sample_has_no_noise(kernels: CpuKernels) -
     ops = make_ops(kernels)
     ops._inputs = replace(ops._inputs, seed=None)  # type: ignore[arg-type]
     selected(ops, torch.randn(REQUESTS * K, VOCAB), 4)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_blocks_follow_the_accepted_tokens_as_in_pytorch(kernels: CpuKernels, from_anchor: bool) -> None:
+    none = torch.zeros(REQUESTS, dtype=torch.int32)
+    acceptance = Acceptance(
+        emitted_tokens=none,
+        emitted_logprobs=none,
+        num_accepted=none,
+        bonus_tokens=torch.tensor([7, 0, 100], dtype=torch.int32),
+        next_context_lens=torch.tensor([3, 40, 0], dtype=torch.int32),
+    )
+    found, expected = (
+        make_ops(each).token_blocks(acceptance, fill=9, drafts_from_anchor=from_anchor) for each in (kernels, None)
+    )
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.rows.positions, expected.rows.positions)
+
+
+def test_greedy_drafts_are_those_of_pytorch(kernels: CpuKernels) -> None:
+    torch.manual_seed(5)
+    logits, none = torch.randn(REQUESTS * K, VOCAB), torch.zeros(REQUESTS, dtype=torch.int32)
+    acceptance = Acceptance(
+        emitted_tokens=none, emitted_logprobs=none, num_accepted=none, bonus_tokens=none, next_context_lens=none
+    )
+    for mapping in (None, torch.randperm(VOCAB).int()):
+        found, expected = (
+            make_ops(each).draft_tokens(logits, acceptance, mapping, draft_topk=4).tokens for each in (kernels, None)
+        )
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_accepted", range(K + 1))
+def test_greedy_verification_is_that_of_pytorch(kernels: CpuKernels, num_accepted: int) -> None:
+    torch.manual_seed(num_accepted)
+    logits = 3 * torch.randn(REQUESTS * (K + 1), VOCAB)
+    drafts = logits.argmax(dim=1).view(REQUESTS, K + 1)[:, :-1].clone()
+    if num_accepted < K:
+        drafts[1, num_accepted] = (drafts[1, num_accepted] + 1) % VOCAB
+    acceptances = []
+    for each in (kernels, None):
+        ops = make_ops(each)
+        ops._inputs.token_ids.view(REQUESTS, K + 1)[:, 1:] = drafts
+        acceptances.append(ops.sample_and_accept(logits))
+    found, expected = acceptances
+    for name in ("emitted_tokens", "num_accepted", "bonus_tokens", "next_context_lens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.num_accepted.tolist() == [K, num_accepted, K]
+    torch.testing.assert_close(found.emitted_logprobs, expected.emitted_logprobs, rtol=0, atol=2e-6)
+
+
+def test_rows_without_a_token_have_no_log_probability(kernels: CpuKernels) -> None:
+    logits = torch.randn(REQUESTS * (K + 1), VOCAB)
+    logits[0, 3], logits[1], logits[2, 100], logits[3] = torch.nan, torch.nan, torch.inf, -torch.inf
+    logits[4, 5:] = -torch.inf
+    found, expected = (make_ops(each).sample_and_accept(logits) for each in (kernels, None))
+    assert found.emitted_logprobs.isnan().flatten().tolist() == [True] * 4 + [False] * (REQUESTS * (K + 1) - 4)
+    assert torch.equal(found.emitted_logprobs.isnan(), expected.emitted_logprobs.isnan())
+    assert found.emitted_tokens.min() >= 0 and found.emitted_tokens.max() < VOCAB

@@ -173,6 +173,24 @@ def test_norm_and_activation_are_those_of_pytorch(kernels: CpuKernels, width: in
     torch.testing.assert_close(ops.silu_mul(both), plain.silu_mul(both), equal_nan=True)
 
 
+def test_copies_of_rows_are_those_of_pytorch(kernels: CpuKernels) -> None:
+    ops, plain = make_ops(kernels), make_ops(None)
+    table, rows = torch.randn(40, 37), torch.tensor([[3, 39], [0, 3]], dtype=torch.int32)
+    x = torch.randn(6, 3 * 37)
+    parts = x.split(37, dim=1)  # views
+    blocks = torch.randn(3 * (K + 1), 37)
+    for name, call in {
+        "embedding": lambda ops: ops.embedding(table, rows.flatten(), 6.25),
+        "gather_rows": lambda ops: ops.gather_rows(table, rows),
+        "scale": lambda ops: ops.scale(x, 0.3),
+        "concat": lambda ops: ops.concat([parts[2], parts[0]]),
+        "add": lambda ops: ops.add(parts[1], parts[0]),
+        "without_first": lambda ops: ops.without_first(blocks),
+        "without_first of one": lambda ops: ops.without_first(blocks[: K + 1]),
+    }.items():
+        assert torch.equal(call(ops), call(plain)), name
+
+
 @pytest.mark.parametrize("rotary", [ROTARY, PARTIAL], ids=["heads", "parts of heads"])
 @pytest.mark.parametrize("norm", [None, torch.randn(HEADS, HEAD_DIM)], ids=["no norm", "norm"])
 def test_heads_are_normed_and_rotated_as_in_pytorch(kernels: CpuKernels, norm: Tensor | None, rotary: Rotary) -> None:

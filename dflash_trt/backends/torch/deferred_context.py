@@ -19,10 +19,8 @@ from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import SNAPSHOTS, PageCopies
 from dflash_trt.network.decoder import TargetRun
-from dflash_trt.network.drafters.base import DraftLayer
 from dflash_trt.network.drafters.dflash import DFlashDrafter
-from dflash_trt.network.ops import Acceptance, Ops, Rows
-from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.ops import Acceptance, Rows
 from dflash_trt.network.state import StepState
 from dflash_trt.network.step import Network
 
@@ -60,7 +58,7 @@ class _Logged:
 
 
 class DeferredContext:
-    """Implements Drafter[Tensor]: a DFlash drafter whose `observe` waits for a step with drafts."""
+    """Taps of steps without drafts, which a DFlash drafter observes when a step with drafts needs them."""
 
     def __init__(
         self,
@@ -85,42 +83,23 @@ class DeferredContext:
         self._free = list(reversed(range(num_blocks)))
         self._num_sorted = 0  # times
 
-    @property
-    def layers(self) -> Sequence[DraftLayer[Tensor]]:
-        return self._drafter.layers
+    def keep(self, target: TargetRun[Tensor], ops: TorchOps, state: StepState[Tensor]) -> None:
+        """Keep the taps of a step without drafts."""
+        positions = target.rows.positions.numpy().copy()
+        taps = [tap.clone() for tap in target.taps]  # the memory of a step may be the next one's, too
+        self._log.append(_Logged(taps, positions, self._pages_of(target.rows, positions)))
+        self._num_logged += len(positions)
+        if self._num_logged >= self._most_logged:
+            self._sort_log(ops, state)
 
-    @property
-    def tap_layer_ids(self) -> Sequence[int]:
-        return self._drafter.tap_layer_ids
-
-    def propose(
-        self, ops: Ops[Tensor], acceptance: Acceptance[Tensor], state: StepState[Tensor], num_draft_tokens: int
-    ) -> Proposal[Tensor]:
-        return self._drafter.propose(ops, acceptance, state, num_draft_tokens)
-
-    def observe(
-        self,
-        ops: Ops[Tensor],
-        token_ids: Tensor,
-        target: TargetRun[Tensor],
-        acceptance: Acceptance[Tensor],
-        state: StepState[Tensor],
-    ) -> None:
-        assert isinstance(ops, TorchOps)
-        rows = target.rows
-        if not ops.num_draft_tokens:
-            positions = rows.positions.numpy().copy()
-            self._log.append(_Logged(target.taps, positions, self._pages_of(rows, positions)))
-            self._num_logged += len(positions)
-            if self._num_logged >= self._most_logged:
-                self._sort_log(ops, state)
-            return
+    def complete(self, ops: TorchOps, state: StepState[Tensor]) -> None:
+        """Compute what the requests of a step with drafts lack, before it."""
+        rows = ops.token_rows()
         if self._log:
             self._sort_log(ops, state)
         if len(self._free) < len(self._pages):
             self._forget(self._begun_by(rows))
             self._compute(ops, self._blocks_of(rows), state)
-        self._drafter.observe(ops, token_ids, target, acceptance, state)
 
     def before_copies(self, ops: TorchOps, copies: PageCopies, state: StepState[Tensor]) -> None:
         """Complete the pages that are copied out, and forget what those had that others are copied to."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.host_memory import HostMemory
-from dflash_trt.backends.padding import exact_shape
+from dflash_trt.backends.padding import StepShape, exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.slots import DeviceSlots
-from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
+from dflash_trt.backends.step_inputs import HostInputs, StepShapes, step_inputs, step_result
 from dflash_trt.backends.torch.deferred_context import deferred_context
 from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
 from dflash_trt.backends.torch.layers import prepared
@@ -32,6 +32,8 @@ from dflash_trt.backends.torch.logit_rules import AdjustScores, adjustment
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
+from dflash_trt.backends.torch.native.programs import Programs
+from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.shared_rows import SharedRows
@@ -39,15 +41,27 @@ from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import FinishedStep, PageCopies, PageCopyError, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import (
+    ExecutorLimits,
+    FinishedStep,
+    PageCopies,
+    PageCopyError,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from dflash_trt.network.decoder import share_experts
 from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.step import Network, run_step, sequence_logits
+from dflash_trt.network.step import LogitsReader, Network, StepOutputs, run_and_accept, run_step, sequence_logits
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
+
+R = TypeVar("R")
+
+_MAX_TABLE_SIZE: Final = 8192  # entries that a step copies whether or not they are used
 
 _ANY_BATCH: Final = StepBatch(
     requests=(
@@ -105,12 +119,14 @@ class TorchExecutor:
             rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
         }
         self._inputs = HostInputs(self.limits)
-        self._slots = DeviceSlots(self.limits)
+        self._slots = DeviceSlots(self.limits) if kernels is None else NativeSlots(self.limits, kernels)
+        self._shapes = StepShapes(self.limits, _step_shape)
         self._ruled_slots = RuledSlots(self.limits.max_positions)
         states = states_of(network, quantization)
         self._make_ops: Callable[..., TorchOps] = DeterministicOps if is_deterministic else TorchOps
         if kernels is not None and fits(dtype, states):
-            self._make_ops = partial(DeterministicNativeOps if is_deterministic else NativeOps, kernels=kernels)
+            make_ops = DeterministicNativeOps if is_deterministic else NativeOps
+            self._make_ops = partial(make_ops, kernels=kernels, programs=Programs(kernels))
         self._state = allocate_state(
             states,
             num_pages=page_plan.num_pages,
@@ -166,14 +182,14 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
-        check_plan(plan, self.limits)
+        shape = self._shapes.of(plan)
         self._copy_pages(plan.page_copies)
         if not plan.rows.num_requests:
             if plan.joint is not None and plan.joint.num_requests:
                 no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype)
                 share_experts(self._ops_of_no_step(plan.joint.num_tokens), self.network.target_weights, no_rows)
             return StepResult.of_no_rows()
-        inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
+        inputs = self._inputs.assemble(plan, shape, self._slots)
         self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
         slot_ids = torch.from_numpy(plan.rows.slot_ids)
@@ -185,16 +201,29 @@ class TorchExecutor:
             slot_ids=slot_ids,
             rank_tokens=plan.joint.num_tokens if plan.joint else (),
         )
-        network = self.network if self._context is None else replace(self.network, drafter=self._context)
-        outputs = run_step(
-            ops, network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens, reader=reader
-        )
+        outputs = self._outputs(ops, inputs, reader)
         acceptance = outputs.acceptance
         ops.store_states()
         self._snapshots.save(plan.saves)
         self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.proposal, acceptance.next_context_lens)
         result = step_result(outputs)
         return result if reader is None else reader.added_to(result)
+
+    def _outputs(
+        self, ops: TorchOps, inputs: StepInputs[Tensor], reader: LogitsReader[Tensor] | None
+    ) -> StepOutputs[Tensor]:
+        replayed = ops.replayed if reader is None else _computed
+        if self._context is not None and not ops.num_draft_tokens:
+            target, acceptance = replayed(lambda: run_and_accept(ops, self.network, inputs, self._state, reader=reader))
+            self._context.keep(target, ops, self._state)
+            return StepOutputs(acceptance=acceptance, proposal=None)
+        if self._context is not None:
+            self._context.complete(ops, self._state)
+        return replayed(
+            lambda: run_step(
+                ops, self.network, inputs, self._state, num_draft_tokens=ops.num_draft_tokens, reader=reader
+            )
+        )
 
     def _copy_pages(self, copies: PageCopies) -> None:
         if not len(copies):
@@ -231,7 +260,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
-        for name in ("network", "_context", "_state", "_snapshots", "_host_memory"):
+        for name in ("network", "_make_ops", "_context", "_state", "_snapshots", "_host_memory"):
             vars(self).pop(name, None)
 
     def _ops_of_no_step(self, rank_tokens: tuple[int, ...] = ()) -> TorchOps:
@@ -262,3 +291,14 @@ class TorchExecutor:
             windows=[group.window for group in self.limits.page_windows],
             has_confidence=self.limits.has_draft_confidence,
         )
+
+
+def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
+    """The plan's own, whose page table is as wide as any if that is small: a shape that comes again."""
+    shape = exact_shape(plan)
+    has_wide_table = plan.rows.num_requests * limits.table_width <= _MAX_TABLE_SIZE
+    return replace(shape, num_pages=None) if has_wide_table else shape
+
+
+def _computed(compute: Callable[[], R]) -> R:
+    return compute()

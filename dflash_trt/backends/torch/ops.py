@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache as cached
 from functools import cached_property, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ from dflash_trt.network.ops import (
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
+
+R = TypeVar("R")
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
 
@@ -125,6 +127,10 @@ class TorchOps:
         ops = copy(self)
         ops._take_rows(replace(self._inputs, **rows))
         return ops
+
+    def replayed(self, compute: Callable[[], R]) -> R:
+        """`compute()`, which makes results of the step's inputs, pages and slots alone, and reads nothing else."""
+        return compute()
 
     @property
     def num_draft_tokens(self) -> int:

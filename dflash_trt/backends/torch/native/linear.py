@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.native import library
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.network.ops import Linear
 
@@ -31,15 +32,17 @@ class PanelLinear(Linear[Tensor]):
         x = x.contiguous()
         num_rows = len(x)
         out = torch.empty((num_rows, num_out))
-        self.kernels.linear(
-            x.data_ptr(),
-            num_rows,
-            panels.data_ptr(),
-            num_out,
-            num_in,
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
+        self.kernels.call(
+            library.Linear(
+                x.data_ptr(),
+                num_rows,
+                panels.data_ptr(),
+                num_out,
+                num_in,
+                None if self.bias is None else self.bias.data_ptr(),
+                out.data_ptr(),
+                torch.get_num_threads(),
+            )
         )
         return out
 

@@ -6,25 +6,46 @@ For float32 engines with float32 pages, whose heads are whole panels; others run
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import cached_property, partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.dflash2 import draft_noise, walked
-from dflash_trt.backends.torch.native.library import Attention, BlockConv, CpuKernels, Rotation, Selection, TokenRows
-from dflash_trt.backends.torch.ops import RopeTable, TorchOps
+from dflash_trt.backends.torch.native.library import (
+    Accept,
+    Add,
+    Attention,
+    BlockConv,
+    Blocks,
+    Candidates,
+    CopyRows,
+    CpuKernels,
+    RmsNorm,
+    Rotate,
+    Rotation,
+    Selection,
+    SiluMul,
+    StoreKv,
+    TokenRows,
+)
+from dflash_trt.backends.torch.native.programs import Programs
+from dflash_trt.backends.torch.ops import ByGroup, RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent, SharedKv
-from dflash_trt.network.ops import Acceptance, Codebooks, KvDestination, Rows, StepInputs
+from dflash_trt.network.ops import Acceptance, Codebooks, KvDestination, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache
 
+R = TypeVar("R")
+
 _PANEL: Final = 32  # kPanel of src/product.h
 _MAX_HEAD_DIM: Final = 1024  # size of the zeros in src/attention.cpp
+_MAX_RECORDED_ROWS: Final = 128  # of a step; in larger ones dispatch costs little
 
 
 def fits(dtype: torch.dtype, states: EngineStates) -> bool:
@@ -100,19 +121,88 @@ class NativeOps(TorchOps):
         rope_tables: Mapping[Rotary, RopeTable],
         *,
         kernels: CpuKernels,
+        programs: Programs | None = None,  # over inputs that always have the same addresses
         **step: Any,  # as for TorchOps
     ) -> None:
         self._kernels = kernels
         self._num_threads = torch.get_num_threads()
         super().__init__(inputs, rope_tables, **step)
+        self._programs = programs if self._ranks.num_ranks == 1 else None
+
+    def _take_rows(self, inputs: StepInputs[Tensor]) -> None:
+        super()._take_rows(inputs)
+        self._programs = None
+
+    def replayed(self, compute: Callable[[], R]) -> R:
+        num_rows = len(self._inputs.token_ids)
+        if self._programs is None or num_rows > _MAX_RECORDED_ROWS or not self._samples_natively:
+            return compute()
+        shape = (num_rows, self._inputs.page_table.shape, self._num_draft_tokens, self._num_threads)
+        return self._programs.run(shape, compute)
+
+    @cached_property
+    def _is_greedy(self) -> bool:
+        return not self._inputs.temperature.numpy().any()
+
+    @property
+    def _samples_natively(self) -> bool:
+        return self._is_greedy and self._adjust is None and self._masks is None and not self.has_fixed_shapes
+
+    def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        return self._copied(table, token_ids, factor=scale)
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._copied(x, rows.flatten())
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else self._copied(x, factor=factor)
+
+    def without_first(self, hidden: Tensor) -> Tensor:
+        blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])[:, 1:].flatten(1)
+        return self._copied(blocks).view(-1, hidden.shape[-1])
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        out = torch.empty((len(xs[0]), sum(x.shape[-1] for x in xs)))
+        for x, part in zip(xs, self.split(out, [x.shape[-1] for x in xs]), strict=True):
+            self._copy(x, part)
+        return out
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
+        out = torch.empty(a.shape)
+        self._kernels.call(Add(a.data_ptr(), b.data_ptr(), a.numel(), out.data_ptr()))
+        return out
+
+    def _copied(self, x: Tensor, rows: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
+        """Rows of x [N, width], int32 [M]."""
+        out = torch.empty((len(x) if rows is None else len(rows), x.shape[1]))
+        self._copy(x, out, rows, factor)
+        return out
+
+    def _copy(self, x: Tensor, out: Tensor, rows: Tensor | None = None, factor: float = 1.0) -> None:
+        assert x.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
+        assert rows is None or (rows.dtype == torch.int32 and rows.is_contiguous())
+        self._kernels.call(
+            CopyRows(
+                x.data_ptr(),
+                x.stride(0),
+                None if rows is None else rows.data_ptr(),
+                len(out),
+                x.shape[1],
+                factor,
+                out.data_ptr(),
+                out.stride(0),
+            )
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         width = weight.shape[-1]
         num_weights = 1 if weight.dim() == 1 else len(weight)
         out = torch.empty(x.shape)
-        self._kernels.rms_norm(
-            x.data_ptr(), x.numel() // width, width, weight.data_ptr(), num_weights, eps, out.data_ptr()
+        self._kernels.call(
+            RmsNorm(x.data_ptr(), x.numel() // width, width, weight.data_ptr(), num_weights, eps, out.data_ptr())
         )
         return out
 
@@ -120,7 +210,7 @@ class NativeOps(TorchOps):
         gate_up = gate_up.contiguous()
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_rows, width))
-        self._kernels.silu_mul(gate_up.data_ptr(), num_rows, width, out.data_ptr())
+        self._kernels.call(SiluMul(gate_up.data_ptr(), num_rows, width, out.data_ptr()))
         return out
 
     def rope_table(self, rotary: Rotary, positions: Tensor) -> Any:
@@ -138,7 +228,7 @@ class NativeOps(TorchOps):
             norm, num_rows, num_heads, row_stride = None, num_rows * num_heads, 1, head_dim
         assert x.stride(1) == head_dim and x.stride(2) == 1
         rotation = table.rotation(norm, eps)
-        self._kernels.rotate(x.data_ptr(), row_stride, num_rows, num_heads, width, ctypes.addressof(rotation))
+        self._kernels.call(Rotate(x.data_ptr(), row_stride, num_rows, num_heads, width, rotation))
         return x
 
     def attend(
@@ -155,7 +245,9 @@ class NativeOps(TorchOps):
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty((num_rows, num_heads * head_dim))
         assert all(x.stride(1) == head_dim and x.stride(2) == 1 for x in (q, k, v))
+        index = rows.index[cache.group]
         attention = Attention(
+            index.address,
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -177,7 +269,8 @@ class NativeOps(TorchOps):
             gqa.mask.first_key,
             self._num_threads,
         )
-        self._kernels.attend(rows.index[cache.group].address, ctypes.addressof(attention))
+        attention.index = index  # kept with a recorded call
+        self._kernels.call(attention)
         return out
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
@@ -185,9 +278,10 @@ class NativeOps(TorchOps):
         for layer in layers:
             spec, rotation = layer.cache.spec, layer.rope.rotation(layer.k_norm, layer.eps)
             assert layer.rope.cos.shape[-1] == spec.head_dim, "a drafter rotates whole heads"
-            self._kernels.store_kv(
-                rows.index[layer.cache.group].address,
-                ctypes.addressof(rotation),
+            index = rows.index[layer.cache.group]
+            storing = StoreKv(
+                index.address,
+                rotation,
                 kv.data_ptr() + start * kv.itemsize,
                 kv.shape[1],
                 layer.cache.tensor.data_ptr(),
@@ -195,6 +289,8 @@ class NativeOps(TorchOps):
                 spec.head_dim,
                 limits.data_ptr(),
             )
+            storing.index = index  # kept with a recorded call
+            self._kernels.call(storing)
             start += 2 * spec.num_kv_heads * spec.head_dim
 
     def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
@@ -214,7 +310,7 @@ class NativeOps(TorchOps):
             width // num_groups,
             out.data_ptr(),
         )
-        self._kernels.block_conv(ctypes.addressof(conv))
+        self._kernels.call(conv)
         return out
 
     def select_tokens(
@@ -225,10 +321,10 @@ class NativeOps(TorchOps):
         assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (logits, hidden, *tables))
         shape = (len(first), len(logits) // len(first), codebooks.top_k)
         scores, tokens = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
-        self._kernels.candidates(
-            logits.data_ptr(), *logits.shape, codebooks.top_k, scores.data_ptr(), tokens.data_ptr()
+        self._kernels.call(
+            Candidates(logits.data_ptr(), *logits.shape, codebooks.top_k, scores.data_ptr(), tokens.data_ptr())
         )
-        noise = draft_noise(tokens, self._inputs, acceptance)
+        noise = None if self._is_greedy else draft_noise(tokens, self._inputs, acceptance)
         out = torch.empty(shape[:2], dtype=torch.int32)
         selection = Selection(
             scores.data_ptr(),
@@ -241,8 +337,100 @@ class NativeOps(TorchOps):
             hidden.shape[1],
             out.data_ptr(),
         )
-        self._kernels.select(ctypes.addressof(selection))
-        return self._with_confidence(walked(out, tokens, scores, self._inputs), scores)
+        self._kernels.call(selection)
+        proposal = Proposal(tokens=out) if self._is_greedy else walked(out, tokens, scores, self._inputs)
+        return self._with_confidence(proposal, scores)
+
+    def draft_tokens(
+        self,
+        logits: Tensor,
+        acceptance: Acceptance[Tensor],
+        draft_to_target: Tensor | None,
+        *,
+        draft_topk: int,
+        first_slot: int = 1,
+    ) -> Proposal[Tensor]:
+        if not self._is_greedy or draft_to_target is not None:
+            return super().draft_tokens(
+                logits, acceptance, draft_to_target, draft_topk=draft_topk, first_slot=first_slot
+            )
+        logits, num_requests = logits.contiguous(), len(acceptance.bonus_tokens)
+        tokens = torch.empty((num_requests, len(logits) // num_requests), dtype=torch.int32)
+        scores = torch.empty(tokens.shape)
+        self._kernels.call(Candidates(logits.data_ptr(), *logits.shape, 1, scores.data_ptr(), tokens.data_ptr()))
+        return self._with_confidence(Proposal(tokens=tokens), logits)
+
+    def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
+        if self.has_fixed_shapes:
+            return super().sample_and_accept(logits)
+        if self._samples_natively:
+            return self._accepted(logits)
+        acceptance = super().sample_and_accept(logits)
+        # The bits of a request's log probabilities do not depend on how other requests are sampled.
+        logprobs = self._accepted(logits, acceptance.emitted_tokens.contiguous()).emitted_logprobs
+        return replace(
+            acceptance, emitted_logprobs=logprobs.masked_fill_(acceptance.emitted_logprobs.isnan(), torch.nan)
+        )
+
+    def _accepted(self, logits: Tensor, sampled: Tensor | None = None) -> Acceptance[Tensor]:
+        """Of the sampled tokens, int32 [R, K+1], or of the likeliest."""
+        inputs, (num_requests, width) = self._inputs, self._inputs.logit_rows.shape
+        given = (inputs.token_ids, inputs.logit_rows, inputs.num_candidates, inputs.token_offsets, inputs.context_lens)
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in given)
+        logits = logits.contiguous()
+        assert logits.dtype == torch.float32
+        integers = partial(torch.empty, dtype=torch.int32)
+        acceptance = Acceptance(
+            emitted_tokens=integers((num_requests, width)),
+            emitted_logprobs=torch.empty((num_requests, width)),
+            num_accepted=integers(num_requests),
+            bonus_tokens=integers(num_requests),
+            next_context_lens=integers(num_requests),
+        )
+        self._kernels.call(
+            Accept(
+                logits.data_ptr(),
+                logits.shape[1],
+                num_requests,
+                width,
+                None if sampled is None else sampled.data_ptr(),
+                *(x.data_ptr() for x in given),
+                acceptance.emitted_tokens.data_ptr(),
+                acceptance.emitted_logprobs.data_ptr(),
+                acceptance.num_accepted.data_ptr(),
+                acceptance.bonus_tokens.data_ptr(),
+                acceptance.next_context_lens.data_ptr(),
+            )
+        )
+        return acceptance
+
+    def token_blocks(
+        self, acceptance: Acceptance[Tensor], *, fill: int, drafts_from_anchor: bool = False
+    ) -> TokenBlocks[Tensor]:
+        bonus, starts = acceptance.bonus_tokens.contiguous(), acceptance.next_context_lens.contiguous()
+        assert bonus.dtype == starts.dtype == torch.int32
+        num_requests, width = len(bonus), self._num_draft_tokens + (not drafts_from_anchor)
+        token_ids, positions = torch.empty((2, num_requests * width), dtype=torch.int32).unbind()
+        self._kernels.call(
+            Blocks(
+                bonus.data_ptr(),
+                starts.data_ptr(),
+                num_requests,
+                width,
+                fill,
+                token_ids.data_ptr(),
+                positions.data_ptr(),
+            )
+        )
+        rows = Rows(
+            positions=positions,
+            token_offsets=None,
+            context_lens=starts,
+            page_table=self._inputs.page_table,
+            keeps_kv=False,
+            index=ByGroup(partial(self._index_blocks, positions, starts)),
+        )
+        return TokenBlocks(token_ids=token_ids, rows=rows)
 
     def _index_tokens(self, group: int) -> Any:
         inputs = self._inputs

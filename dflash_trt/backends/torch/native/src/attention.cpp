@@ -365,36 +365,38 @@ std::vector<Share> shares_of(DflashTrtTokenRows const& rows, DflashTrtAttention 
 
 using namespace dflash_trt;
 
-void dflash_trt_cpu_attend(DflashTrtTokenRows const* rows, DflashTrtAttention const* attention)
+void dflash_trt_cpu_attend(DflashTrtAttention const* attention)
 {
-    if (rows->keeps_kv)
+    DflashTrtTokenRows const& rows = *attention->rows;
+    if (rows.keeps_kv)
     {
-        write_rows(*rows, *attention);
+        write_rows(rows, *attention);
     }
-    std::vector<Share> const shares = shares_of(*rows, *attention);
+    std::vector<Share> const shares = shares_of(rows, *attention);
     int64_t const num_shares = shares.size();
 #pragma omp parallel for num_threads(attention->num_threads) schedule(dynamic) if (attention->num_threads > 1 && num_shares > 4)
     for (int64_t index = 0; index < num_shares; ++index)
     {
         thread_local Scratch scratch;
-        Request const request(*rows, shares[index].request);
+        Request const request(rows, shares[index].request);
         Task(*attention, request, shares[index].rows, shares[index].kv_head, scratch).run();
     }
 }
 
-void dflash_trt_cpu_store_kv(DflashTrtTokenRows const* rows, DflashTrtRotation const* rotation, float const* kv,
-    int64_t kv_stride, float* pages, int64_t num_kv_heads, int64_t head_dim, int32_t const* limits)
+void dflash_trt_cpu_store_kv(DflashTrtStoreKv const* arguments)
 {
-    int64_t const size = num_kv_heads * head_dim;
+    DflashTrtStoreKv const& a = *arguments;
+    DflashTrtTokenRows const& rows = *a.rows;
+    int64_t const size = a.num_kv_heads * a.head_dim;
     std::vector<float> rotated(size);
-    for (int64_t index = 0; index < rows->num_requests; ++index)
+    for (int64_t index = 0; index < rows.num_requests; ++index)
     {
-        Request const request(*rows, index);
-        for (int64_t row = request.start; row < request.stop && rows->positions[row] < limits[index]; ++row)
+        Request const request(rows, index);
+        for (int64_t row = request.start; row < request.stop && rows.positions[row] < a.limits[index]; ++row)
         {
-            float const* const k = kv + row * kv_stride;
-            rotate_row(*rotation, row, k, num_kv_heads, head_dim, rotated.data());
-            write_row(request, row, pages, rotated.data(), k + size, size);
+            float const* const k = a.kv + row * a.kv_stride;
+            rotate_row(a.rotation, row, k, a.num_kv_heads, a.head_dim, rotated.data());
+            write_row(request, row, a.pages, rotated.data(), k + size, size);
         }
     }
 }

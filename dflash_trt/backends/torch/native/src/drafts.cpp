@@ -79,12 +79,25 @@ void dflash_trt_cpu_block_conv(DflashTrtBlockConv const* conv)
     }
 }
 
-void dflash_trt_cpu_candidates(
-    float const* logits, int64_t num_rows, int64_t vocab_size, int64_t top_k, float* scores, int32_t* tokens)
+void dflash_trt_cpu_candidates(DflashTrtCandidates const* arguments)
 {
-    for (int64_t row = 0; row < num_rows; ++row)
+    DflashTrtCandidates const& a = *arguments;
+    for (int64_t row = 0; row < a.num_rows; ++row)
     {
-        largest(logits + row * vocab_size, vocab_size, top_k, scores + row * top_k, tokens + row * top_k);
+        int64_t const start = row * a.top_k;
+        largest(a.logits + row * a.vocab_size, a.vocab_size, a.top_k, a.scores + start, a.tokens + start);
+    }
+}
+
+void dflash_trt_cpu_blocks(DflashTrtBlocks const* arguments)
+{
+    DflashTrtBlocks const& a = *arguments;
+    for (int64_t i = 0; i < a.num_requests * a.width; ++i)
+    {
+        int64_t const request = i / a.width;
+        int32_t const slot = static_cast<int32_t>(i % a.width);
+        a.token_ids[i] = slot == 0 ? a.bonus_tokens[request] : a.fill;
+        a.positions[i] = a.starts[request] + slot;
     }
 }
 

@@ -1,6 +1,7 @@
 /// The C interface of the library. Sizes and strides are in elements; tensors are float32, rows are contiguous unless a
 /// stride says otherwise. A call uses at most `num_threads` threads of PyTorch's own OpenMP runtime, and the bits of a
-/// row of its result depend neither on their number nor on the other rows.
+/// row of its result depend neither on their number nor on the other rows. Every kernel takes the address of its
+/// arguments, so that calls can be kept and repeated: see DflashTrtCall.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +16,76 @@ int32_t dflash_trt_cpu_version();
 /// Returns 1, or 0 when bfloat16 does not hold a weight exactly.
 int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed);
 
-/// x [rows, in] @ weight.T + bias (none where null).
-void dflash_trt_cpu_linear(float const* x, int64_t num_rows, uint16_t const* packed, int64_t num_out, int64_t num_in,
-    float const* bias, float* out, int32_t num_threads);
+/// One call of a kernel.
+struct DflashTrtCall
+{
+    void (*kernel)(void const*);
+    void const* arguments;
+};
+
+/// Calls in their order.
+void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls);
+
+/// x [rows, in] @ weight.T + bias.
+struct DflashTrtLinear
+{
+    float const* x;
+    int64_t num_rows;
+    uint16_t const* packed;
+    int64_t num_out, num_in;
+    float const* bias; // null: none
+    float* out;
+    int32_t num_threads;
+};
+
+void dflash_trt_cpu_linear(DflashTrtLinear const*);
 
 /// Row i of x [rows, width] with row i % num_weights of weight [num_weights, width].
-void dflash_trt_cpu_rms_norm(float const* x, int64_t num_rows, int64_t width, float const* weight, int64_t num_weights,
-    float eps, float* out);
+struct DflashTrtRmsNorm
+{
+    float const* x;
+    int64_t num_rows, width;
+    float const* weight;
+    int64_t num_weights;
+    float eps;
+    float* out;
+};
+
+void dflash_trt_cpu_rms_norm(DflashTrtRmsNorm const*);
 
 /// [rows, 2 * width] -> silu(first half) * second half.
-void dflash_trt_cpu_silu_mul(float const* gate_up, int64_t num_rows, int64_t width, float* out);
+struct DflashTrtSiluMul
+{
+    float const* gate_up;
+    int64_t num_rows, width;
+    float* out;
+};
+
+void dflash_trt_cpu_silu_mul(DflashTrtSiluMul const*);
+
+/// a + b.
+struct DflashTrtAdd
+{
+    float const *a, *b;
+    int64_t size;
+    float* out;
+};
+
+void dflash_trt_cpu_add(DflashTrtAdd const*);
+
+/// out[i] = x[rows[i]] * factor.
+struct DflashTrtCopyRows
+{
+    float const* x;
+    int64_t x_stride;
+    int32_t const* rows; // null: row i
+    int64_t num_rows, width;
+    float factor;
+    float* out;
+    int64_t out_stride;
+};
+
+void dflash_trt_cpu_copy_rows(DflashTrtCopyRows const*);
 
 /// Rotary embedding of heads, normed before.
 struct DflashTrtRotation
@@ -38,8 +99,55 @@ struct DflashTrtRotation
 };
 
 /// x [rows, heads, head_dim], in place.
-void dflash_trt_cpu_rotate(
-    float* x, int64_t row_stride, int64_t num_rows, int64_t num_heads, int64_t head_dim, DflashTrtRotation const* rotation);
+struct DflashTrtRotate
+{
+    float* x;
+    int64_t row_stride, num_rows, num_heads, head_dim;
+    DflashTrtRotation rotation;
+};
+
+void dflash_trt_cpu_rotate(DflashTrtRotate const*);
+
+/// See `DeviceSlots.assemble`, of rows without padding.
+struct DflashTrtAssemble
+{
+    int64_t num_requests, num_pages, num_groups, draft_topk;
+    int64_t const* slot_ids;        // [requests]
+    int32_t const* token_offsets;   // [requests + 1]
+    int32_t const* given_lens;      // [requests], negative where the slot has it
+    int32_t const* given_token_ids; // [rows]
+    int32_t const* slot_lens;       // [slots]
+    int32_t const* slot_token_ids;  // [slots, slot_width]
+    int64_t slot_width;
+    int32_t const* slot_tables; // [slots, groups, max_pages]
+    int64_t max_pages;
+    int32_t const* slot_topk_ids; // [slots, slot_topk]
+    float const* slot_topk_probs;
+    int64_t slot_topk;
+    int32_t* context_lens; // [requests]
+    int32_t* positions;    // [rows]
+    int32_t* token_ids;    // [rows]
+    int32_t* page_tables;  // [groups, requests, num_pages]
+    int32_t* topk_ids;     // [requests, draft_topk]
+    float* topk_probs;
+};
+
+void dflash_trt_cpu_assemble(DflashTrtAssemble const*);
+
+/// See `DeviceSlots.store`, of greedy drafts.
+struct DflashTrtStore
+{
+    int64_t num_requests, num_drafts;
+    int64_t const* slot_ids;          // [requests]
+    int32_t const* bonus_tokens;      // [requests]
+    int32_t const* drafts;            // [requests, num_drafts]
+    int32_t const* next_context_lens; // [requests]
+    int32_t* slot_lens;               // [slots]
+    int32_t* slot_token_ids;          // [slots, slot_width]
+    int64_t slot_width;
+};
+
+void dflash_trt_cpu_store(DflashTrtStore const*);
 
 /// Rows of tokens and the pages of their requests.
 struct DflashTrtTokenRows
@@ -58,6 +166,7 @@ struct DflashTrtTokenRows
 /// One layer: see `Ops.attend`.
 struct DflashTrtAttention
 {
+    DflashTrtTokenRows const* rows;
     float const* q; // [rows, heads, head_dim]
     float const* k; // [rows, kv_heads, head_dim]
     float const* v;
@@ -76,12 +185,55 @@ struct DflashTrtAttention
     int32_t num_threads;
 };
 
-void dflash_trt_cpu_attend(DflashTrtTokenRows const* rows, DflashTrtAttention const* attention);
+void dflash_trt_cpu_attend(DflashTrtAttention const*);
 
 /// K [rows, kv_heads, head_dim] at kv, normed and rotated, and V behind it, into the pages; rows at positions >= limits
 /// [requests] of their request leave them alone.
-void dflash_trt_cpu_store_kv(DflashTrtTokenRows const* rows, DflashTrtRotation const* rotation, float const* kv,
-    int64_t kv_stride, float* pages, int64_t num_kv_heads, int64_t head_dim, int32_t const* limits);
+struct DflashTrtStoreKv
+{
+    DflashTrtTokenRows const* rows;
+    DflashTrtRotation rotation;
+    float const* kv;
+    int64_t kv_stride;
+    float* pages;
+    int64_t num_kv_heads, head_dim;
+    int32_t const* limits;
+};
+
+void dflash_trt_cpu_store_kv(DflashTrtStoreKv const*);
+
+/// See `Ops.sample_and_accept`.
+struct DflashTrtAcceptance
+{
+    float const* logits; // [requests * width, vocab_size]
+    int64_t vocab_size, num_requests, width;
+    int32_t const* sampled;        // [requests, width]; null: the likeliest tokens
+    int32_t const* token_ids;      // [rows]
+    int32_t const* logit_rows;     // [requests, width]
+    int32_t const* num_candidates; // [requests]
+    int32_t const* token_offsets;  // [requests + 1]
+    int32_t const* context_lens;   // [requests]
+    int32_t* emitted_tokens;       // [requests, width]
+    float* emitted_logprobs;       // [requests, width]
+    int32_t* num_accepted;         // [requests]
+    int32_t* bonus_tokens;         // [requests]
+    int32_t* next_context_lens;    // [requests]
+};
+
+void dflash_trt_cpu_accept(DflashTrtAcceptance const*);
+
+/// Blocks [bonus token, fill, ...] from the position after the accepted tokens on: see `Ops.token_blocks`.
+struct DflashTrtBlocks
+{
+    int32_t const* bonus_tokens; // [requests]
+    int32_t const* starts;       // [requests]
+    int64_t num_requests, width;
+    int32_t fill;
+    int32_t* token_ids; // [requests, width]
+    int32_t* positions; // [requests, width]
+};
+
+void dflash_trt_cpu_blocks(DflashTrtBlocks const*);
 
 /// The convolution of DFlash2 over the slots of blocks: see `Ops.block_conv`.
 struct DflashTrtBlockConv
@@ -95,12 +247,19 @@ struct DflashTrtBlockConv
     float* out; // [rows, width]
 };
 
-void dflash_trt_cpu_block_conv(DflashTrtBlockConv const* conv);
+void dflash_trt_cpu_block_conv(DflashTrtBlockConv const*);
 
 /// The `top_k` largest logits of each row of [rows, vocab_size], best first, as scores and tokens [rows, top_k]. Of
 /// equal ones the smaller token is first; NaN is below all.
-void dflash_trt_cpu_candidates(
-    float const* logits, int64_t num_rows, int64_t vocab_size, int64_t top_k, float* scores, int32_t* tokens);
+struct DflashTrtCandidates
+{
+    float const* logits;
+    int64_t num_rows, vocab_size, top_k;
+    float* scores;
+    int32_t* tokens;
+};
+
+void dflash_trt_cpu_candidates(DflashTrtCandidates const*);
 
 /// The walk of DFlash2 through candidates: see `Ops.select_tokens`.
 struct DflashTrtSelection
@@ -116,5 +275,5 @@ struct DflashTrtSelection
     int32_t* out; // [requests, slots]
 };
 
-void dflash_trt_cpu_select(DflashTrtSelection const* selection);
+void dflash_trt_cpu_select(DflashTrtSelection const*);
 }

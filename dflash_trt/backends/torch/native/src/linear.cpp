@@ -69,7 +69,15 @@ using namespace dflash_trt;
 
 int32_t dflash_trt_cpu_version()
 {
-    return 2;
+    return 3;
+}
+
+void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls)
+{
+    for (int64_t i = 0; i < num_calls; ++i)
+    {
+        calls[i].kernel(calls[i].arguments);
+    }
 }
 
 int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed)
@@ -78,7 +86,7 @@ int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in
     std::memset(packed, 0, num_panels(num_out) * num_in * kPanel * sizeof(uint16_t));
     for (int64_t row = 0; row < num_out; ++row)
     {
-        uint16_t* const to = packed + row / kPanel * num_in * kPanel + row % kPanel;
+        uint16_t* const to = packed + row / kPanel * num_in * kPanel + place_in_panel(row % kPanel);
         for (int64_t column = 0; column < num_in; ++column)
         {
             uint32_t bits;
@@ -90,25 +98,25 @@ int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in
     return (lost & 0xFFFFU) == 0 ? 1 : 0;
 }
 
-void dflash_trt_cpu_linear(float const* x, int64_t num_rows, uint16_t const* packed, int64_t num_out, int64_t num_in,
-    float const* bias, float* out, int32_t num_threads)
+void dflash_trt_cpu_linear(DflashTrtLinear const* arguments)
 {
-    Linear const linear{packed, num_out, num_in, bias};
-    int64_t const panels = num_panels(num_out);
-    int64_t const num_parts = num_threads < panels ? num_threads : panels;
+    DflashTrtLinear const& a = *arguments;
+    Linear const linear{a.packed, a.num_out, a.num_in, a.bias};
+    int64_t const panels = num_panels(a.num_out);
+    int64_t const num_parts = a.num_threads < panels ? a.num_threads : panels;
 #pragma omp parallel for num_threads(num_parts) if (num_parts > 1)
     for (int64_t part = 0; part < num_parts; ++part)
     {
         int64_t const start = panels * part / num_parts, stop = panels * (part + 1) / num_parts;
-        for (int64_t row = 0; row < num_rows; row += kRowsAtOnce)
+        for (int64_t row = 0; row < a.num_rows; row += kRowsAtOnce)
         {
-            int64_t const left = num_rows - row;
-            Rows const some{x + row * num_in, num_in, left < kRowsAtOnce ? left : kRowsAtOnce};
+            int64_t const left = a.num_rows - row;
+            Rows const some{a.x + row * a.num_in, a.num_in, left < kRowsAtOnce ? left : kRowsAtOnce};
             // A panel stays in the first cache while all of these rows pass by, unless they are a single tile.
             int64_t const step = some.count <= kMaxRows ? stop - start : 1;
             for (int64_t panel = start; panel < stop; panel += step)
             {
-                linear.run(some, out + row * num_out, panel, panel + step);
+                linear.run(some, a.out + row * a.num_out, panel, panel + step);
             }
         }
     }

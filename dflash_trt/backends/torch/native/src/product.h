@@ -15,6 +15,12 @@ constexpr int kMaxRows = kLanes == 16 ? 12 : 3; // sums of a tile, its operands 
 
 constexpr int kRowsAhead = 128; // of a panel of weights: 8 KiB, beyond the page where the CPU's own prefetcher stops
 
+/// Where a panel of a layer's weights has a column: two vectors are read as one, of pairs (see `load_pair`).
+constexpr int64_t place_in_panel(int64_t column)
+{
+    return column / (2 * kLanes) * 2 * kLanes + column % kLanes * 2 + column / kLanes % 2;
+}
+
 /// Columns of a right operand [depth, columns], in panels.
 template <typename Weight>
 struct Panels
@@ -64,14 +70,14 @@ inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& 
     {
         Vec w[kColumns];
 #pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column)
+        for (int column = 0; column < kColumns; column += 2)
         {
             Weight const* const from = weights + column / kVectors * b.panel_stride + column % kVectors * kLanes;
             if (sizeof(Weight) == 2 && column % kVectors == 0) // of a layer, that is read from memory
             {
                 __builtin_prefetch(from + kRowsAhead * kPanel);
             }
-            w[column] = load(from);
+            load_pair(from, w[column], w[column + 1]);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < kRows; ++row)

@@ -77,19 +77,23 @@ void rotate_row(DflashTrtRotation const& rotation, int64_t row, float const* x, 
 
 using namespace dflash_trt;
 
-void dflash_trt_cpu_rms_norm(float const* x, int64_t num_rows, int64_t width, float const* weight, int64_t num_weights,
-    float eps, float* out)
+void dflash_trt_cpu_rms_norm(DflashTrtRmsNorm const* arguments)
 {
-    for (int64_t row = 0; row < num_rows; ++row)
+    DflashTrtRmsNorm const& a = *arguments;
+    for (int64_t row = 0; row < a.num_rows; ++row)
     {
-        norm_row(x + row * width, weight + row % num_weights * width, width, eps, out + row * width);
+        int64_t const start = row * a.width;
+        norm_row(a.x + start, a.weight + row % a.num_weights * a.width, a.width, a.eps, a.out + start);
     }
 }
 
-void dflash_trt_cpu_silu_mul(float const* gate_up, int64_t num_rows, int64_t width, float* out)
+void dflash_trt_cpu_silu_mul(DflashTrtSiluMul const* arguments)
 {
+    int64_t const width = arguments->width;
+    float const* gate_up = arguments->gate_up;
+    float* out = arguments->out;
     Vec const one = broadcast(1.0F);
-    for (int64_t row = 0; row < num_rows; ++row, gate_up += 2 * width, out += width)
+    for (int64_t row = 0; row < arguments->num_rows; ++row, gate_up += 2 * width, out += width)
     {
         int64_t i = 0;
         for (; i + kLanes <= width; i += kLanes)
@@ -104,11 +108,35 @@ void dflash_trt_cpu_silu_mul(float const* gate_up, int64_t num_rows, int64_t wid
     }
 }
 
-void dflash_trt_cpu_rotate(
-    float* x, int64_t row_stride, int64_t num_rows, int64_t num_heads, int64_t head_dim, DflashTrtRotation const* rotation)
+void dflash_trt_cpu_rotate(DflashTrtRotate const* arguments)
 {
-    for (int64_t row = 0; row < num_rows; ++row)
+    DflashTrtRotate const& a = *arguments;
+    for (int64_t row = 0; row < a.num_rows; ++row)
     {
-        rotate_row(*rotation, row, x + row * row_stride, num_heads, head_dim, x + row * row_stride);
+        float* const x = a.x + row * a.row_stride;
+        rotate_row(a.rotation, row, x, a.num_heads, a.head_dim, x);
+    }
+}
+
+void dflash_trt_cpu_add(DflashTrtAdd const* arguments)
+{
+    DflashTrtAdd const& a = *arguments;
+    for (int64_t i = 0; i < a.size; ++i)
+    {
+        a.out[i] = a.a[i] + a.b[i];
+    }
+}
+
+void dflash_trt_cpu_copy_rows(DflashTrtCopyRows const* arguments)
+{
+    DflashTrtCopyRows const& a = *arguments;
+    for (int64_t row = 0; row < a.num_rows; ++row)
+    {
+        float const* const from = a.x + (a.rows == nullptr ? row : a.rows[row]) * a.x_stride;
+        float* const to = a.out + row * a.out_stride;
+        for (int64_t i = 0; i < a.width; ++i)
+        {
+            to[i] = from[i] * a.factor;
+        }
     }
 }

@@ -23,11 +23,14 @@ inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec rounded(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scaled_by_power(Vec x, Vec exponent) { return _mm512_scalef_ps(x, exponent); }
 
-/// bfloat16 is the upper half of a float32.
-inline Vec load(uint16_t const* from)
+inline Vec as_floats(__m512i bits) { return _mm512_castsi512_ps(bits); }
+
+/// Two vectors of bfloat16, the upper half of a float32, whose lanes lie in pairs.
+inline void load_pair(uint16_t const* from, Vec& first, Vec& second)
 {
-    __m256i const halves = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    __m512i const pairs = _mm512_loadu_si512(from);
+    first = as_floats(_mm512_slli_epi32(pairs, 16));
+    second = as_floats(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
 
 #else
@@ -53,14 +56,23 @@ inline Vec scaled_by_power(Vec x, Vec exponent)
     return x * power(first) * power(_mm256_sub_epi32(whole, first));
 }
 
-/// bfloat16 is the upper half of a float32.
-inline Vec load(uint16_t const* from)
+inline Vec as_floats(__m256i bits) { return _mm256_castsi256_ps(bits); }
+
+/// Two vectors of bfloat16, the upper half of a float32, whose lanes lie in pairs.
+inline void load_pair(uint16_t const* from, Vec& first, Vec& second)
 {
-    __m128i const halves = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    __m256i const pairs = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from));
+    first = as_floats(_mm256_slli_epi32(pairs, 16));
+    second = as_floats(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
 
 #endif
+
+inline void load_pair(float const* from, Vec& first, Vec& second)
+{
+    first = load(from);
+    second = load(from + kLanes);
+}
 
 /// exp(x) within 2 units in the last place; 0 below -104, infinity above 89, NaN of NaN.
 inline Vec exp(Vec x)

@@ -1,0 +1,159 @@
+"""Recorded steps on a CPU: they give what the same steps give when each of their calls is made anew."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.torch.native import programs
+from dflash_trt.backends.torch.native.library import Add, CpuKernels, NoKernels, cpu_kernels
+from dflash_trt.backends.torch.native.programs import Programs
+from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
+from tests.engines import make_executor
+from tests.factories import make_target, make_zlab_drafter
+
+if isinstance(FOUND := cpu_kernels(), NoKernels):
+    pytest.skip(f"no CPU kernels: {FOUND.reason}", allow_module_level=True)
+KERNELS: CpuKernels = FOUND
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 2], [9] * 21, [5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("pair")
+    # In bfloat16, whose weights the kernels compute with.
+    target = make_target(root / "target", vocab_size=12, head_dim=32, tokenizer=False, dtype=torch.bfloat16)
+    return target, make_zlab_drafter(
+        root / "drafter", target_dir=target, block_size=6, dtype=torch.bfloat16, head_dim=32
+    )
+
+
+def outputs_of(executor: TorchExecutor, draft_lens: dict[int, int], **sampling: Any) -> list[GenerationOutput]:
+    """All prompts at once: the batch shrinks as they end, and pages are added as they grow."""
+    loop = EngineLoop(executor, Scheduler(executor.limits, SchedulerConfig(), BatchSizeDraftLength(draft_lens)))
+    streams = [
+        loop.submit(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=tuple(prompt),
+                sampling=SamplingParams(max_new_tokens=20 + 9 * index, ignore_eos=True, **sampling),
+            )
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    while loop.step():
+        pass
+    return [stream.result(timeout_s=1) for stream in streams]
+
+
+def tokens_of(outputs: list[GenerationOutput]) -> list[Any]:
+    return [(output.token_ids, [step.num_accepted for step in output.steps], output.error) for output in outputs]
+
+
+class Counted(Programs):
+    """Counts steps that a program repeats, and refuses to have any where `is_off`."""
+
+    is_off = False
+    num_replayed = 0
+
+    def run(self, key: Any, compute: Callable[[], Any]) -> Any:
+        type(self).num_replayed += key in self._programs
+        return compute() if self.is_off else super().run(key, compute)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
+    monkeypatch.setattr("dflash_trt.backends.torch.executor.Programs", Counted)
+    monkeypatch.setattr(Counted, "num_replayed", 0)
+    return Counted
+
+
+@pytest.mark.parametrize("draft_lens", [{1: 0}, {1: 3}, {1: 5, 2: 0, 3: 2}], ids=str)
+@pytest.mark.parametrize("has_drafter", [False, True], ids=["target", "pair"])
+def test_recorded_steps_give_the_tokens_of_others(
+    counted: type[Counted],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    draft_lens: dict[int, int],
+    has_drafter: bool,
+) -> None:
+    target, drafter = pair
+    lens = draft_lens if has_drafter else {1: 0}
+    found = outputs_of(make_executor(target, drafter if has_drafter else None), lens)
+    assert counted.num_replayed > 20
+    monkeypatch.setattr(Counted, "is_off", True)
+    expected = outputs_of(make_executor(target, drafter if has_drafter else None), lens)
+    assert tokens_of(found) == tokens_of(expected)
+
+
+def test_a_program_that_is_not_repeated_is_noticed(
+    counted: type[Counted], monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
+) -> None:
+    """The negative control."""
+    expected = outputs_of(make_executor(*pair), {1: 3})
+    monkeypatch.setattr(CpuKernels, "run", lambda *arguments: None)
+    assert tokens_of(outputs_of(make_executor(*pair), {1: 3})) != tokens_of(expected)
+
+
+def test_steps_that_sample_or_have_rules_are_computed_anew(counted: type[Counted], pair: tuple[Path, Path]) -> None:
+    for sampling in ({"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}}):
+        outputs_of(make_executor(*pair), {1: 3}, **sampling)
+        assert counted.num_replayed == 0
+
+
+def repeated(
+    compute: Callable[[], Tensor], change: Callable[[], object], times: int = 3
+) -> tuple[list[Tensor], Programs]:
+    some, results = Programs(KERNELS), []
+    for _ in range(times):
+        results.append(some.run("key", compute).clone())
+        change()
+    return results, some
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    out = torch.empty(a.shape)
+    KERNELS.call(Add(a.data_ptr(), b.data_ptr(), a.numel(), out.data_ptr()))
+    return out
+
+
+@torch.inference_mode()
+def test_a_program_reads_its_inputs_anew_and_keeps_its_memory() -> None:
+    x = torch.ones(5, 8)
+    results, some = repeated(lambda: added(added(added(x, x), x).view(8, 5), x.view(8, 5)), lambda: x.mul_(2))
+    assert [result.unique().tolist() for result in results] == [[4], [8], [16]]
+    [program] = some._programs.values()
+    assert len(program.arguments) == 3
+    assert len(program.memory.blocks) == 2  # the first sum's serves the last one, too
+
+
+@torch.inference_mode()
+def test_what_pytorch_computes_is_never_recorded() -> None:
+    x = torch.ones(5, 8)
+    for compute in (
+        lambda: added(x, x) * 2,
+        lambda: added(x, x).mul_(2),
+        lambda: added(x.t().contiguous(), x.t().contiguous()),
+        lambda: added(x, torch.full((5, 8), x.sum().item())),
+    ):
+        expected = compute().clone()
+        results, some = repeated(compute, lambda: None)
+        assert not some._programs and all(torch.equal(result, expected) for result in results)
+
+
+@torch.inference_mode()
+def test_programs_that_take_too_much_memory_give_way_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(64)
+    monkeypatch.setattr(programs, "_MAX_BYTES", 2 * (64 * 4 + 64))
+    some = Programs(KERNELS)
+    for key in (1, 1, 2, 2, 1, 3, 3, 2):
+        assert torch.equal(some.run(key, lambda: added(x, x)), 2 * x)
+    assert list(some._programs) == [3, 2]
