@@ -39,11 +39,12 @@ from dflash_trt.compile.quantized import (
     component_sizes,
     engine_quantization,
     engine_weights,
+    exact_weights_dtype,
     local_capability,
     plan_quantization,
 )
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.dtype import stored_dtype, torch_dtype
 from dflash_trt.core.errors import BuildError, CheckpointError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
@@ -158,6 +159,7 @@ def _build(
         target=pair.target,
         draft=pair.draft if checked.export is None or pair.draft is None else normalized(pair.draft),
         dtype=config.dtype,
+        weights_dtype=exact_weights_dtype(pair) if _stores_narrow_weights(config) else None,
         mapping=config.mapping,
         quantization=engine_quantization(checked.plan, calibration),
     )
@@ -174,7 +176,7 @@ def _build(
             inputs=inputs,
             versions=_versions(),
             notes=tuple(notes),
-            component_bytes=component_sizes(checked.plan, config),
+            component_bytes=component_sizes(checked.plan, config, pretrained.weights_dtype),
             build_time_s=round(time.monotonic() - started, 3),
         )
         options = chat_template.options
@@ -244,6 +246,11 @@ def _kernel_problems(config: BuildConfig, pair: CheckpointPair, plan: Quantizati
     from dflash_trt.backends.cuda.kernel_build import kernel_problems
 
     return kernel_problems(config.compile_for, pair.target, pair.draft, None if plan is None else plan.spec())
+
+
+def _stores_narrow_weights(config: BuildConfig) -> bool:
+    """Where PyTorch widens them: a plan and kernels that are compiled ahead read the file as it is."""
+    return config.backend == "torch" and config.dtype == "float32" and not config.compile_for
 
 
 def _needed_bytes(checked: _Checked, pretrained: PretrainedConfig) -> int:
@@ -338,12 +345,14 @@ class _RankWeights:
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, memoryview]]:
         """Names and contents, in the order of `tensor_headers`."""
-        rank_bytes = sum(header.num_bytes for header in tensor_headers(self.config).values())
+        headers = tensor_headers(self.config)
+        rank_bytes = sum(header.num_bytes for header in headers.values())
         total_bytes, done_bytes = rank_bytes * self.config.mapping.world_size, rank_bytes * rank
         self.progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
         mapping, dtype = self.config.mapping.of_rank(rank), torch_dtype(self.config.dtype)
         for name, tensor in engine_weights(self.pair, self.plan, self.calibration, dtype=dtype, mapping=mapping):
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            stored = tensor.to(torch_dtype(stored_dtype(headers[name].dtype) or ""))  # exact: see `weights_dtype`
+            content = stored.contiguous().reshape(-1).view(torch.uint8).numpy().data
             yield name, content
             done_bytes += content.nbytes
             self.progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as AbcMapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.compile.calibration import Advance, calibrate_pair
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.errors import ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.model import draft as models
 from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
 from dflash_trt.engine_dir.provenance import ComponentBytes
 from dflash_trt.quantize.calibrate import modelopt_version
@@ -26,6 +28,9 @@ from dflash_trt.quantize.calibration_cache import cache_key, read_cached, write_
 from dflash_trt.quantize.hardware import require_hardware
 from dflash_trt.quantize.plan import QuantizationPlan, make_plan, sharding_problems
 from dflash_trt.quantize.stream import engine_stream, whole_weights
+
+_NARROW: Final[tuple[FloatDType, ...]] = ("bfloat16", "float16")
+_ROWS_AT_ONCE: Final = 1024  # of a matrix that is compared
 
 PlanCallback = Callable[[QuantizationPlan], None]
 
@@ -112,6 +117,26 @@ def engine_weights(
     return engine_stream(tensors, plan, calibration, dtype=dtype, mapping=mapping)
 
 
-def component_sizes(plan: QuantizationPlan, config: BuildConfig) -> tuple[ComponentBytes, ...]:
+def component_sizes(
+    plan: QuantizationPlan, config: BuildConfig, weights_dtype: FloatDType | None
+) -> tuple[ComponentBytes, ...]:
     """Bytes per component before and after."""
-    return tuple(ComponentBytes(**asdict(size)) for size in plan.sizes(config.dtype))
+    return tuple(ComponentBytes(**asdict(size)) for size in plan.sizes(config.dtype, weights_dtype))
+
+
+def exact_weights_dtype(pair: CheckpointPair) -> FloatDType | None:
+    """The 16-bit dtype that holds every unquantized matrix exactly; None if neither does. Reads all of them."""
+    table, found = models.engine_weights(pair.target, pair.draft, pair.quantization), [*_NARROW]
+    for name, tensor in pair.iter_weights(dtype=torch.float32, mapping=RankMapping()):
+        is_matrix = name in table and table[name].matrix_dtype(name, "float32", "bfloat16") == "bfloat16"
+        if not is_matrix or name in pair.quantization.linears:
+            continue
+        found = [dtype for dtype in found if _holds(dtype, tensor)]
+        if not found:
+            return None
+    return found[0]
+
+
+def _holds(dtype: FloatDType, tensor: Tensor) -> bool:
+    narrow = torch_dtype(dtype)
+    return all(torch.equal(part.to(narrow).float(), part) for part in torch.split(tensor, _ROWS_AT_ONCE))

@@ -43,6 +43,11 @@ class WeightSpec:
         """In an engine of this dtype."""
         return "int64" if self.is_integer else "float32" if self.is_float32 else dtype
 
+    def matrix_dtype(self, name: str, dtype: FloatDType, weights_dtype: FloatDType | None) -> DType:
+        """In an engine of this dtype that stores its matrices in `weights_dtype`, if that is not None."""
+        is_matrix = (is_linear(self, name) or name.endswith(".embedding")) and not (self.is_integer or self.is_float32)
+        return weights_dtype if weights_dtype is not None and is_matrix else self.stored_dtype(dtype)
+
 
 WeightTable = dict[str, WeightSpec]
 

@@ -46,11 +46,14 @@ class PretrainedConfig(Frozen):
     target: TargetSpec
     draft: DraftSpec | None = None
     dtype: FloatDType
+    weights_dtype: FloatDType | None = None  # of stored linear layers and embeddings, where it is narrower
     mapping: Mapping = Mapping()
     quantization: QuantizationSpec | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.weights_dtype is not None and (self.dtype != "float32" or self.weights_dtype == "float32"):
+            raise ValueError("a weights_dtype of 16 bits in an engine of float32, and in no other")
         if self.draft is not None:
             check_pair(self.target, self.draft)
         if self.quantization is not None:
@@ -175,8 +178,8 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
         if name in linears:
             headers |= _quantized_headers(name, table, linears[name])
         else:
-            dtype = safetensors_dtype(spec.stored_dtype(config.dtype))
-            headers[name] = TensorHeader(dtype=dtype, shape=spec.shape)
+            dtype = spec.matrix_dtype(name, config.dtype, config.weights_dtype)
+            headers[name] = TensorHeader(dtype=safetensors_dtype(dtype), shape=spec.shape)
     return headers
 
 

@@ -97,7 +97,7 @@ class QuantizationPlan:
     def table(self) -> WeightTable:
         return engine_weights(self.target, self.draft, self.spec())
 
-    def sizes(self, dtype: FloatDType) -> tuple[ComponentSize, ...]:
+    def sizes(self, dtype: FloatDType, weights_dtype: FloatDType | None = None) -> tuple[ComponentSize, ...]:
         """Before and after, per component; a copy of the head that only the plan makes counts 0 before."""
         plain: dict[Component, int] = {}
         planned: dict[Component, int] = {}
@@ -105,9 +105,10 @@ class QuantizationPlan:
         models, table = engine_weights(self.target, self.draft, None), self.table()
         for name, spec in table.items():
             component = component_of(name, spec)
-            element_bytes = num_bytes_of(spec.stored_dtype(dtype))
-            num_bytes = math.prod(spec.shape) * element_bytes
-            plain[component] = plain.get(component, 0) + (num_bytes if name in models else 0)
+            num_elements = math.prod(spec.shape)
+            plain_bytes = num_elements * num_bytes_of(spec.stored_dtype(dtype))
+            plain[component] = plain.get(component, 0) + (plain_bytes if name in models else 0)
+            num_bytes = num_elements * num_bytes_of(spec.matrix_dtype(name, dtype, weights_dtype))
             if name in formats:
                 num_bytes = sum(tensor.num_bytes for tensor in quantized_tensors(name, table, formats[name]).values())
             planned[component] = planned.get(component, 0) + num_bytes

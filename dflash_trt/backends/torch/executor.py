@@ -160,7 +160,9 @@ class TorchExecutor:
         build = manifest.build_config
         kernels = cpu_kernels()
         with mapped_weights(engine, rank) as tensors:
-            network = load_network(engine, rank=rank, use_drafter=config.use_drafter, tensors=tensors)
+            network = load_network(
+                engine, rank=rank, use_drafter=config.use_drafter, tensors=tensors, widens_linears=False
+            )
             page_plan = plan_engine_pages(manifest, config)
             return cls(
                 network,

@@ -24,7 +24,7 @@ from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedRows, PagedState, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
-from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.core.weight_spec import is_linear, rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
@@ -66,8 +66,13 @@ def load_network(
     use_drafter: bool = True,
     device: str = "cpu",
     tensors: dict[str, Tensor] | None = None,
+    widens_linears: bool = True,
 ) -> Network[Tensor]:
-    """One rank's network, from its file or from its `tensors`; quantized linear layers as they are stored."""
+    """One rank's network, from its file or from its `tensors`; quantized linear layers as they are stored.
+
+    Weights stored in fewer bits than the engine's dtype has are widened, those of linear layers only if
+    `widens_linears`.
+    """
     manifest = engine.manifest
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
@@ -76,6 +81,10 @@ def load_network(
     if tensors is None:
         tensors = _read_tensors(engine, rank, device)
     plain, quantized = split_quantized(tensors, table, quantization.linears)
+    dtype, narrow = manifest.pretrained_config.dtype, manifest.pretrained_config.weights_dtype
+    for name in plain if narrow is not None else ():
+        if widens_linears or not is_linear(table[name], name):
+            plain[name] = plain[name].to(torch_dtype(table[name].stored_dtype(dtype)))
     return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, quantized, mapping=mapping)
 
 

@@ -71,12 +71,14 @@ def dequantize(
 def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype, *, kernels: CpuKernels | None = None) -> Linear[Tensor]:
     """The layer in the form its device computes with, once, at load.
 
-    A CPU gets exact codes in `dtype`. A GPU keeps what saves memory: FP8 codes for its FP8 units, 4-bit weights with
-    plain activations to be unpacked in each call. Quantized experts stay packed anywhere.
+    A CPU gets exact codes in `dtype`, and weights that are stored in fewer bits are widened to it. A GPU keeps what
+    saves memory: FP8 codes for its FP8 units, 4-bit weights with plain activations to be unpacked in each call.
+    Quantized experts stay packed anywhere.
     """
     weight = linear.weight
-    if not isinstance(weight, QuantizedWeight):
-        return pack_for_cpu(linear, kernels)
+    if isinstance(weight, Tensor):
+        is_narrow = dtype == torch.float32 and weight.dtype != dtype
+        return pack_for_cpu(replace(linear, weight=weight.float()) if is_narrow else linear, kernels)
     if is_of_experts(weight):
         return linear
     if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
