@@ -22,8 +22,8 @@ from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Rows
 from dflash_trt.network.state import Cache
 
-if isinstance(found := cpu_kernels(), NoKernels):
-    pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
+if isinstance(FOUND := cpu_kernels(), NoKernels):
+    pytest.skip(f"no CPU kernels: {FOUND.reason}", allow_module_level=True)
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LEN, K = 6, 2, 64, 16, 512, 3
 ROTARY = Rotary(RopeSpec(theta=10000.0), HEAD_DIM)
@@ -152,6 +152,45 @@ def test_a_linear_layer_gives_float32_products(kernels: CpuKernels, shape: tuple
     corrupted = panel_linear(Linear(weight=weight.bfloat16().float(), bias=bias), kernels)
     assert corrupted is not None
     assert difference(corrupted(x), expected) > 1e-4
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 13, 70, 300])
+@pytest.mark.parametrize("shape", [(24, 40), (160, 34), (512, 384)])
+def test_a_bfloat16_layer_rounds_the_sum_of_exact_products(
+    kernels: CpuKernels, shape: tuple[int, int], num_rows: int
+) -> None:
+    if not kernels.has_bfloat16:
+        pytest.skip(f"{kernels.path.name} has no bfloat16 products")
+    weight, x = torch.randn(shape).bfloat16(), torch.randn(num_rows, shape[1]).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16()
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    layer = panel_linear(Linear(weight=weight, bias=bias), kernels)
+    assert layer is not None
+    found = layer(x)
+    assert found.dtype == torch.bfloat16
+    # Half a unit in the last place of 8 bits, and what sums in float32 lose.
+    assert ((found.double() - expected).abs() <= expected.abs() * 2.0**-8 + 1e-5 * expected.abs().max()).all()
+    for start, stop in ((0, 1), (num_rows // 2, num_rows)):
+        assert torch.equal(layer(x[start:stop]), found[start:stop])
+    weight[shape[0] - 1, shape[1] - 1] += 1  # the negative control
+    corrupted = panel_linear(Linear(weight=weight, bias=bias), kernels)
+    assert corrupted is not None
+    assert difference(corrupted(x)[:, -1].double(), expected[:, -1]) > 1e-2
+
+
+def test_bfloat16_is_left_to_onednn_where_that_is_faster(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    even, odd = Linear(weight=torch.randn(32, 40).bfloat16()), Linear(weight=torch.randn(32, 41).bfloat16())
+    assert (panel_linear(even, kernels) is not None) is kernels.has_bfloat16
+    assert panel_linear(odd, kernels) is None
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"amx_bf16"}))
+    assert panel_linear(even, kernels) is None
+
+
+def test_the_library_that_is_loaded_has_the_best_instructions_of_this_cpu() -> None:
+    flags = build._cpu_flags()
+    best = "avx512bf16" if "avx512_bf16" in flags else "avx512" if "avx512vl" in flags else "avx2"
+    assert FOUND.path.name.startswith(f"cpu-kernels-{best}-")
+    assert FOUND.has_bfloat16 is (best == "avx512bf16")
 
 
 def test_weights_that_bfloat16_cannot_hold_are_left_to_pytorch(kernels: CpuKernels) -> None:

@@ -24,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 _SOURCES: Final = Path(__file__).parent / "src"
 # By instruction set, best first: what /proc/cpuinfo must list. The compiler uses these and no others.
 _INSTRUCTION_SETS: Final = {
+    "avx512bf16": ("avx512_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
     "avx2": ("avx2", "fma"),
 }
@@ -49,7 +50,7 @@ def library_path(instruction_set: str | None = None) -> Path:
         UnavailableError: this CPU, a missing compiler, a directory that cannot be written, or that others can write.
     """
     instruction_set = instruction_set or instruction_sets()[0]
-    flags = [f"-m{name}" for name in _INSTRUCTION_SETS[instruction_set]]
+    flags = [f"-m{name.replace('_', '')}" for name in _INSTRUCTION_SETS[instruction_set]]
     path = _cache_dir() / f"cpu-kernels-{instruction_set}-{_key(flags)}.so"
     try:
         if path.parent.exists():
@@ -73,6 +74,11 @@ def instruction_sets() -> list[str]:
     if not names:
         raise UnsupportedCpuError("this CPU has no AVX2 with FMA")
     return names
+
+
+def has_bfloat16_tiles() -> bool:
+    """AMX, with which oneDNN multiplies many rows of bfloat16 faster than vectors do."""
+    return "amx_bf16" in _cpu_flags()
 
 
 def _cpu_flags() -> frozenset[str]:

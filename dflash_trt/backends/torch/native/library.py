@@ -41,6 +41,7 @@ class Linear(Arguments):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("num_threads", c_int32),
+        ("is_bfloat16", c_int32),
     ]
 
 
@@ -338,6 +339,7 @@ class CpuKernels:
     """The functions of `src/kernels.h`. Calls release the interpreter."""
 
     path: Path  # its name says the instruction set
+    has_bfloat16: bool  # `linear` takes rows of bfloat16
     pack: Any
     _run: Any
     _functions: dict[str, Any]  # by kernel
@@ -392,4 +394,4 @@ def load_kernels(path: Path) -> CpuKernels:
     for name, function in functions.items():
         function.argtypes, function.restype = _FUNCTIONS.get(name, (c_void_p,)), c_int32 if name == "pack" else None
     pack, run = (functions.pop(name) for name in _FUNCTIONS)
-    return CpuKernels(path, pack, run, functions)
+    return CpuKernels(path, bool(library.dflash_trt_cpu_has_bfloat16()), pack, run, functions)

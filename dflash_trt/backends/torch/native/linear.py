@@ -1,4 +1,6 @@
-"""Linear layers of the CPU kernels: float32 activations and sums, bfloat16 weights if that is exact.
+"""Linear layers of the CPU kernels: bfloat16 weights where that is exact, sums in float32.
+
+Activations are float32, or bfloat16 where the CPU multiplies it (AVX-512 BF16).
 
 A row's sums are made in the order of the inputs, however many rows a call has (`src/product.h`).
 """
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.native import library
+from dflash_trt.backends.torch.native.build import has_bfloat16_tiles
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.network.ops import Linear
 
@@ -20,43 +23,57 @@ _PANEL: Final = 32  # kPanel of src/product.h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PanelLinear(Linear[Tensor]):
-    """A float32 layer whose weight is kept in bfloat16; `weight` is on the meta device, for its shape."""
+    """A layer whose weight is kept in bfloat16; `weight` is on the meta device, for its shape. A bias is float32."""
 
     kernels: CpuKernels
-    packed: Tensor  # bfloat16 [panels, in, _PANEL]
+    packed: Tensor  # bfloat16 [panels, pairs of inputs, _PANEL, 2]
+    dtype: torch.dtype  # of activations
 
     def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out]
-        num_out, panels = len(self.weight), self.packed  # type: ignore[arg-type]
-        num_in = panels.shape[1]
-        assert x.dtype == torch.float32 and x.shape[1] == num_in
+        assert isinstance(self.weight, Tensor)
+        num_out, num_in = self.weight.shape
+        assert x.dtype == self.dtype and x.shape[1] == num_in
         x = x.contiguous()
         num_rows = len(x)
-        out = torch.empty((num_rows, num_out))
+        out = torch.empty((num_rows, num_out), dtype=torch.float32)
         self.kernels.call(
             library.Linear(
                 x.data_ptr(),
                 num_rows,
-                panels.data_ptr(),
+                self.packed.data_ptr(),
                 num_out,
                 num_in,
                 None if self.bias is None else self.bias.data_ptr(),
                 out.data_ptr(),
                 torch.get_num_threads(),
+                x.dtype == torch.bfloat16,
             )
         )
-        return out
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 def panel_linear(linear: Linear[Tensor], kernels: CpuKernels) -> PanelLinear | None:
-    """None where bfloat16 does not hold every weight."""
+    """None where bfloat16 does not hold every weight, or the kernels do not take the activations."""
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or 0 in weight.shape:
-        return None
-    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+    if not _is_taken(weight, kernels) or weight.device.type != "cpu" or 0 in weight.shape:
         return None
     num_out, num_in = weight.shape
-    packed = torch.empty((-(-num_out // _PANEL), num_in, _PANEL), dtype=torch.bfloat16)
-    if not kernels.pack(weight.contiguous().data_ptr(), num_out, num_in, packed.data_ptr()):
+    wide = weight.float().contiguous()
+    packed = torch.empty((-(-num_out // _PANEL), -(-num_in // 2), _PANEL, 2), dtype=torch.bfloat16)
+    if not kernels.pack(wide.data_ptr(), num_out, num_in, packed.data_ptr()):
         return None
-    return PanelLinear(weight=weight.to("meta"), bias=bias, name=linear.name, kernels=kernels, packed=packed)
+    return PanelLinear(
+        weight=weight.to("meta"),
+        bias=None if bias is None else bias.float().contiguous(),
+        name=linear.name,
+        kernels=kernels,
+        packed=packed,
+        dtype=weight.dtype,
+    )
+
+
+def _is_taken(weight: Tensor, kernels: CpuKernels) -> bool:
+    if weight.dtype == torch.bfloat16:
+        return kernels.has_bfloat16 and weight.shape[1] % 2 == 0 and not has_bfloat16_tiles()
+    return weight.dtype == torch.float32

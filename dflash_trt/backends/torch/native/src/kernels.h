@@ -12,7 +12,10 @@ extern "C"
 /// Changes with every change of this interface.
 int32_t dflash_trt_cpu_version();
 
-/// weight [out, in] to bfloat16 in panels of 32 outputs, [panels, in, 32], the last one padded with zeros.
+/// 1 if `linear` takes rows of bfloat16.
+int32_t dflash_trt_cpu_has_bfloat16();
+
+/// weight [out, in] to bfloat16 in panels of 32 outputs and pairs of inputs, [panels, in / 2, 32, 2], padded with zeros.
 /// Returns 1, or 0 when bfloat16 does not hold a weight exactly.
 int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed);
 
@@ -29,13 +32,14 @@ void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls);
 /// x [rows, in] @ weight.T + bias.
 struct DflashTrtLinear
 {
-    float const* x;
+    void const* x; // float32, or bfloat16 with an even number of inputs
     int64_t num_rows;
     uint16_t const* packed;
     int64_t num_out, num_in;
     float const* bias; // null: none
     float* out;
     int32_t num_threads;
+    int32_t is_bfloat16; // x
 };
 
 void dflash_trt_cpu_linear(DflashTrtLinear const*);

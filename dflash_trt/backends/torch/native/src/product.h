@@ -13,13 +13,7 @@ constexpr int kPanel = 32; // columns of the right operand that lie beside one a
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kMaxRows = kLanes == 16 ? 12 : 3; // sums of a tile, its operands and no more than the registers
 
-constexpr int kRowsAhead = 128; // of a panel of weights: 8 KiB, beyond the page where the CPU's own prefetcher stops
-
-/// Where a panel of a layer's weights has a column: two vectors are read as one, of pairs (see `load_pair`).
-constexpr int64_t place_in_panel(int64_t column)
-{
-    return column / (2 * kLanes) * 2 * kLanes + column % kLanes * 2 + column / kLanes % 2;
-}
+constexpr int kPairsAhead = 64; // of a panel of weights: 8 KiB, beyond the page where the CPU's own prefetcher stops
 
 /// Columns of a right operand [depth, columns], in panels.
 template <typename Weight>
@@ -30,12 +24,16 @@ struct Panels
     int64_t panel_stride; // elements from one panel to the next
 };
 
-struct Rows
+/// Rows of a left operand; of pairs, two elements are one.
+template <typename Element>
+struct RowsOf
 {
-    float const* first;
+    Element const* first;
     int64_t stride;
     int64_t count;
 };
+
+using Rows = RowsOf<float>;
 
 struct Sums
 {
@@ -50,39 +48,52 @@ constexpr int panels_at_once(int rows)
     return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 ? 2 : 1) : (rows == 1 ? 2 : 1);
 }
 
-template <int kRows, int kPanels, typename Weight>
-inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& b, int64_t depth, Sums const& out)
+/// What the tile reads later.
+template <int kPanels>
+inline void prefetch(Pair const* row, int64_t panel_stride)
 {
-    constexpr int kColumns = kPanels * kVectors;
-    Vec sums[kRows][kColumns];
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row)
+    for (int panel = 0; panel < kPanels; ++panel)
     {
-#pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column)
+        for (int part = 0; part < kPanel; part += 64 / static_cast<int>(sizeof(Pair)))
         {
-            float const* const start = out.first + row * out.stride + column * kLanes;
-            sums[row][column] = out.accumulates ? load(start) : broadcast(0.0F);
+            __builtin_prefetch(row + panel * panel_stride + kPairsAhead * kPanel + part);
         }
     }
-    Weight const* weights = b.first;
-    for (int64_t k = 0; k < depth; ++k, weights += b.row_stride)
+}
+
+/// The sums of some rows and panels.
+template <int kRows, int kPanels>
+struct Tile
+{
+    static constexpr int kColumns = kPanels * kVectors;
+    Vec sums[kRows][kColumns];
+
+    explicit Tile(Sums const& out)
+    {
+        each([&](int row, int column) {
+            sums[row][column] = out.accumulates ? load(at(out, row, column)) : broadcast(0.0F);
+        });
+    }
+
+    void write(Sums const& out) const
+    {
+        each([&](int row, int column) { store(at(out, row, column), sums[row][column]); });
+    }
+
+    /// One element of each row, at a, times a row of the panels.
+    template <typename Load>
+    void add(float const* a, int64_t stride, Load const& weights_of)
     {
         Vec w[kColumns];
 #pragma GCC unroll 16
-        for (int column = 0; column < kColumns; column += 2)
+        for (int column = 0; column < kColumns; ++column)
         {
-            Weight const* const from = weights + column / kVectors * b.panel_stride + column % kVectors * kLanes;
-            if (sizeof(Weight) == 2 && column % kVectors == 0) // of a layer, that is read from memory
-            {
-                __builtin_prefetch(from + kRowsAhead * kPanel);
-            }
-            load_pair(from, w[column], w[column + 1]);
+            w[column] = weights_of(column);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < kRows; ++row)
         {
-            Vec const x = broadcast(a[row * stride + k]);
+            Vec const x = broadcast(a[row * stride]);
 #pragma GCC unroll 16
             for (int column = 0; column < kColumns; ++column)
             {
@@ -90,20 +101,101 @@ inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& 
             }
         }
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row)
+
+private:
+    static float* at(Sums const& out, int row, int column)
+    {
+        return out.first + row * out.stride + column * kLanes;
+    }
+
+    template <typename Visit>
+    static void each(Visit const& visit)
     {
 #pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column)
+        for (int row = 0; row < kRows; ++row)
         {
-            store(out.first + row * out.stride + column * kLanes, sums[row][column]);
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column)
+            {
+                visit(row, column);
+            }
         }
     }
+};
+
+template <typename Weight>
+inline Weight const* vector_of(Weight const* row, int64_t panel_stride, int column)
+{
+    return row + column / kVectors * panel_stride + column % kVectors * kLanes;
 }
 
+template <int kRows, int kPanels>
+inline void multiply_tile(float const* a, int64_t stride, Panels<float> const& b, int64_t depth, Sums const& out)
+{
+    Tile<kRows, kPanels> tile(out);
+    float const* row = b.first;
+    for (int64_t k = 0; k < depth; ++k, row += b.row_stride)
+    {
+        tile.add(a + k, stride, [&](int column) { return load(vector_of(row, b.panel_stride, column)); });
+    }
+    tile.write(out);
+}
+
+template <int kRows, int kPanels>
+inline void multiply_tile(float const* a, int64_t stride, Panels<Pair> const& b, int64_t depth, Sums const& out)
+{
+    Tile<kRows, kPanels> tile(out);
+    Pair const* row = b.first;
+    int64_t k = 0;
+    for (; k + 1 < depth; k += 2, row += b.row_stride)
+    {
+        prefetch<kPanels>(row, b.panel_stride);
+        tile.add(a + k, stride, [&](int column) { return load_firsts(vector_of(row, b.panel_stride, column)); });
+        tile.add(a + k + 1, stride, [&](int column) { return load_seconds(vector_of(row, b.panel_stride, column)); });
+    }
+    if (k < depth)
+    {
+        tile.add(a + k, stride, [&](int column) { return load_firsts(vector_of(row, b.panel_stride, column)); });
+    }
+    tile.write(out);
+}
+
+#if defined(__AVX512BF16__)
+
+/// bfloat16 times bfloat16, two products to a sum at a time; `depth` is even.
+template <int kRows, int kPanels>
+inline void multiply_tile(Pair const* a, int64_t stride, Panels<Pair> const& b, int64_t depth, Sums const& out)
+{
+    Tile<kRows, kPanels> tile(out);
+    Pair const* row = b.first;
+    for (int64_t k = 0; k < depth / 2; ++k, row += b.row_stride)
+    {
+        prefetch<kPanels>(row, b.panel_stride);
+        Bits w[tile.kColumns];
+#pragma GCC unroll 16
+        for (int column = 0; column < tile.kColumns; ++column)
+        {
+            w[column] = load_bits(vector_of(row, b.panel_stride, column));
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i)
+        {
+            Bits const x = broadcast_bits(a + i * stride + k);
+#pragma GCC unroll 16
+            for (int column = 0; column < tile.kColumns; ++column)
+            {
+                tile.sums[i][column] = dot_pairs(x, w[column], tile.sums[i][column]);
+            }
+        }
+    }
+    tile.write(out);
+}
+
+#endif
+
 /// At most kMaxRows rows times panels.
-template <int kRows, typename Weight>
-inline void multiply_panels(Rows const& a, Panels<Weight> b, int64_t num_panels, int64_t depth, Sums out)
+template <int kRows, typename Element, typename Weight>
+inline void multiply_panels(RowsOf<Element> const& a, Panels<Weight> b, int64_t num_panels, int64_t depth, Sums out)
 {
     if constexpr (kRows > 1)
     {
@@ -129,14 +221,14 @@ inline void multiply_panels(Rows const& a, Panels<Weight> b, int64_t num_panels,
 }
 
 /// a [count, depth] times b [depth, num_panels * kPanel], in tiles of about as many rows each.
-template <typename Weight>
-inline void multiply(Rows a, Panels<Weight> const& b, int64_t num_panels, int64_t depth, Sums out)
+template <typename Element, typename Weight>
+inline void multiply(RowsOf<Element> a, Panels<Weight> const& b, int64_t num_panels, int64_t depth, Sums out)
 {
     int64_t const num_tiles = (a.count + kMaxRows - 1) / kMaxRows;
     for (int64_t tile = 0; tile < num_tiles; ++tile)
     {
         int64_t const left = num_tiles - tile;
-        Rows const some{a.first, a.stride, (a.count + left - 1) / left};
+        RowsOf<Element> const some{a.first, a.stride, (a.count + left - 1) / left};
         multiply_panels<kMaxRows>(some, b, num_panels, depth, out);
         a.first += some.count * a.stride;
         a.count -= some.count;

@@ -5,9 +5,16 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace dflash_trt
 {
+
+/// Two elements of bfloat16, the upper half of a float32.
+struct Pair
+{
+    uint16_t first, second;
+};
 
 #if defined(__AVX512F__)
 
@@ -23,15 +30,32 @@ inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec rounded(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scaled_by_power(Vec x, Vec exponent) { return _mm512_scalef_ps(x, exponent); }
 
-inline Vec as_floats(__m512i bits) { return _mm512_castsi512_ps(bits); }
+using Bits = __m512i;
 
-/// Two vectors of bfloat16, the upper half of a float32, whose lanes lie in pairs.
-inline void load_pair(uint16_t const* from, Vec& first, Vec& second)
+inline Bits load_bits(Pair const* from) { return _mm512_loadu_si512(from); }
+inline Vec as_floats(Bits bits) { return _mm512_castsi512_ps(bits); }
+inline Vec load_firsts(Pair const* from) { return as_floats(_mm512_slli_epi32(load_bits(from), 16)); }
+inline Vec load_seconds(Pair const* from)
 {
-    __m512i const pairs = _mm512_loadu_si512(from);
-    first = as_floats(_mm512_slli_epi32(pairs, 16));
-    second = as_floats(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
+    return as_floats(_mm512_and_si512(load_bits(from), _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
+
+#if defined(__AVX512BF16__)
+
+inline Bits broadcast_bits(Pair const* from)
+{
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    return _mm512_set1_epi32(bits);
+}
+
+/// Both products of each lane are added to the sum.
+inline Vec dot_pairs(Bits a, Bits b, Vec sum)
+{
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+
+#endif
 
 #else
 
@@ -56,23 +80,17 @@ inline Vec scaled_by_power(Vec x, Vec exponent)
     return x * power(first) * power(_mm256_sub_epi32(whole, first));
 }
 
-inline Vec as_floats(__m256i bits) { return _mm256_castsi256_ps(bits); }
+using Bits = __m256i;
 
-/// Two vectors of bfloat16, the upper half of a float32, whose lanes lie in pairs.
-inline void load_pair(uint16_t const* from, Vec& first, Vec& second)
+inline Bits load_bits(Pair const* from) { return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)); }
+inline Vec as_floats(Bits bits) { return _mm256_castsi256_ps(bits); }
+inline Vec load_firsts(Pair const* from) { return as_floats(_mm256_slli_epi32(load_bits(from), 16)); }
+inline Vec load_seconds(Pair const* from)
 {
-    __m256i const pairs = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from));
-    first = as_floats(_mm256_slli_epi32(pairs, 16));
-    second = as_floats(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
+    return as_floats(_mm256_and_si256(load_bits(from), _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
 
 #endif
-
-inline void load_pair(float const* from, Vec& first, Vec& second)
-{
-    first = load(from);
-    second = load(from + kLanes);
-}
 
 /// exp(x) within 2 units in the last place; 0 below -104, infinity above 89, NaN of NaN.
 inline Vec exp(Vec x)
