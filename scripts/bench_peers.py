@@ -26,7 +26,7 @@ _DEMO: Final = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 _DRAFT_LENGTH: Final = 7  # all that the demo's drafter makes, as its peers do
 _OURS: Final = ("autoregressive", "speculative")
 _REFERENCE: Final = "transformers"
-_LLAMA_CPP: Final = {f"llama.cpp {kind}": kind for kind in ("f32", "f16", "q8_0")}
+LLAMA_CPP: Final = {f"llama.cpp {kind}": kind for kind in ("f32", "f16", "q8_0")}
 _ROUNDED: Final = ("llama.cpp f16", "llama.cpp q8_0")  # other products than those of float32
 
 
@@ -51,7 +51,12 @@ Answers = dict[str, list[Answer]]  # of every prompt, by side
 @click.option(
     "--draft-length", default=_DRAFT_LENGTH, show_default=True, help="Drafts in a step of the speculative side."
 )
-@click.option("--llama-cpp", type=click.Path(path_type=Path, exists=True), help="A Python that has llama-cpp-python.")
+@click.option(
+    "--llama-cpp",
+    "llama_cpp_python",
+    type=click.Path(path_type=Path, exists=True),
+    help="A Python that has llama-cpp-python.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 def main(
     engine: Path,
@@ -60,7 +65,7 @@ def main(
     rounds: int,
     threads: int,
     draft_length: int,
-    llama_cpp: Path | None,
+    llama_cpp_python: Path | None,
     as_json: bool,
 ) -> None:
     """Time the demo pair on every side; ENGINE is built from it in float32."""
@@ -70,8 +75,9 @@ def main(
     torch.set_num_threads(threads)
     with ExitStack() as stack:
         sides, tokenize = stack.enter_context(_sides(engine, max_new_tokens, threads, draft_length))
-        for name, kind in _LLAMA_CPP.items() if llama_cpp else ():
-            sides[name] = stack.enter_context(_llama_cpp(llama_cpp, kind, max_new_tokens, threads))
+        for name, kind in LLAMA_CPP.items() if llama_cpp_python else ():
+            peer = llama_cpp(llama_cpp_python, _DEMO / "target", kind, max_new_tokens, threads)
+            sides[name] = stack.enter_context(peer)
         prompts = [tokenize(prompt) for prompt in _held_out(num_prompts)]
         for side in sides.values():  # warm-up
             side(prompts[0])
@@ -180,10 +186,10 @@ def _timed(generate: Callable[[Sequence[int]], list[int]]) -> Side:
 
 
 @contextmanager
-def _llama_cpp(python: Path, kind: str, max_new_tokens: int, threads: int) -> Iterator[Side]:
-    """llama.cpp on the demo's target, in a process of its own, which sleeps while the other sides run."""
+def llama_cpp(python: Path, checkpoint: Path, kind: str, max_new_tokens: int, threads: int) -> Iterator[Side]:
+    """llama.cpp on a Qwen3 target, in a process of its own, which sleeps while the other sides run."""
     peer = Path(__file__).with_name("llama_cpp_peer.py")
-    command = [str(python), str(peer), str(_DEMO / "target"), kind, str(threads)]
+    command = [str(python), str(peer), str(checkpoint), kind, str(threads)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

@@ -86,7 +86,7 @@ def _tables(directory: Path) -> tuple[WeightTable, ForeignTable]:
         draft = parse_draft(directory, (), problems, notes=[])
         assert draft is not None, problems
         return draft.weights(), draft_names(draft, ())
-    target = parse_target(directory, problems)
+    target = parse_target(directory, problems, notes=[])
     assert target is not None, problems
     return target.weights(), target_names(target)
 

@@ -82,23 +82,10 @@ def run_step(
     `reader` reads the logits of steps that return more log probabilities than the emitted tokens'. `logit_rows`, [L],
     are the rows of tokens whose logits are computed, if more than those of `inputs` are: they come first.
     """
-    target, acceptance = run_and_accept(ops, network, inputs, state, reader=reader, logit_rows=logit_rows)
-    return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
-
-
-def run_and_accept(
-    ops: Ops[T],
-    network: Network[T],
-    inputs: StepInputs[T],
-    state: StepState[T],
-    *,
-    reader: LogitsReader[T] | None = None,
-    logit_rows: T | None = None,
-) -> tuple[TargetRun[T], Acceptance[T]]:
-    """`run_step` without the drafter."""
     target = run_layers(ops, network, inputs, state)
     rows = inputs.logit_rows if logit_rows is None else logit_rows
-    return target, _accept(ops, network, rows, target.hidden, reader)
+    acceptance = accept(ops, network, target, logits_at(ops, network, target.hidden, rows), reader)
+    return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
 
 
 def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:
@@ -113,16 +100,12 @@ def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: S
     return TargetRun(hidden=hidden, taps=[tapped[layer_id] for layer_id in tap_ids], rows=rows)
 
 
-def _accept(
-    ops: Ops[T], network: Network[T], logit_rows: T, hidden: T, reader: LogitsReader[T] | None
+def accept(
+    ops: Ops[T], network: Network[T], target: TargetRun[T], logits: T, reader: LogitsReader[T] | None
 ) -> Acceptance[T]:
-    """Sample after the last layer's `hidden` [N, H].
-
-    The logits are freed here: the drafter's memory is counted without them.
-    """
-    logits = logits_at(ops, network, hidden, logit_rows)
+    """Sample from the logits of a step. Callers keep no logits: the drafter's memory is counted without them."""
     if reader is not None:
-        read_logits(ops, network, reader, logits, hidden)
+        read_logits(ops, network, reader, logits, target.hidden)
     return ops.sample_and_accept(logits)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_peers
-from scripts.bench_peers import Answer, _alternating, _llama_cpp, _report
+from scripts.bench_peers import Answer, _alternating, _report, llama_cpp
 
 
 def test_sides_take_turns_at_every_prompt():
@@ -68,7 +68,7 @@ for line in sys.stdin:
 def test_a_peer_of_its_own_environment_is_asked_line_by_line(monkeypatch, tmp_path):
     (tmp_path / "llama_cpp_peer.py").write_text(PEER)
     monkeypatch.setattr(bench_peers, "__file__", str(tmp_path / "bench_peers.py"))
-    with _llama_cpp(Path(sys.executable), "f16", 2, 1) as side:
+    with llama_cpp(Path(sys.executable), tmp_path, "f16", 2, 1) as side:
         assert side([5, 6, 7]) == Answer([5, 6], 2.0, 1.0)
         with pytest.raises(SystemExit, match=r"llama\.cpp ended; run .* f16 1 to see why"):
             side([0])

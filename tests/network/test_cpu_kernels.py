@@ -178,6 +178,20 @@ def test_a_bfloat16_layer_rounds_the_sum_of_exact_products(
     assert difference(corrupted(x)[:, -1].double(), expected[:, -1]) > 1e-2
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 13])
+@pytest.mark.parametrize("shape", [(24, 40), (160, 34), (70, 2)])
+def test_a_drafters_layer_rounds_its_inputs_where_that_is_faster(
+    kernels: CpuKernels, shape: tuple[int, int], num_rows: int
+) -> None:
+    weight, x, bias = torch.randn(shape).bfloat16().float(), torch.randn(num_rows, shape[1]), torch.randn(shape[0])
+    layer = panel_linear(Linear(weight=weight, bias=bias), kernels, rounds_inputs=True)
+    assert layer is not None
+    given = x.bfloat16().float() if kernels.has_bfloat16 else x
+    expected = torch.nn.functional.linear(given.double(), weight.double(), bias.double())
+    assert difference(layer(x), expected) < 2e-6
+    assert (difference(layer(x), torch.nn.functional.linear(x, weight, bias)) > 1e-4) is kernels.has_bfloat16
+
+
 def test_bfloat16_is_left_to_onednn_where_that_is_faster(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     even, odd = Linear(weight=torch.randn(32, 40).bfloat16()), Linear(weight=torch.randn(32, 41).bfloat16())
     assert (panel_linear(even, kernels) is not None) is kernels.has_bfloat16
@@ -224,6 +238,10 @@ def test_copies_of_rows_are_those_of_pytorch(kernels: CpuKernels) -> None:
         "scale": lambda ops: ops.scale(x, 0.3),
         "concat": lambda ops: ops.concat([parts[2], parts[0]]),
         "add": lambda ops: ops.add(parts[1], parts[0]),
+        "add to heads": lambda ops: ops.add(x.view(6, 3, 37), x.view(6, 3, 37)),
+        "add in columns": lambda ops: ops.add(x.t(), x.t()),
+        "concat tokens": lambda ops: ops.concat([rows, rows]),
+        "gather tokens": lambda ops: ops.gather_rows(rows, rows[1, :1]),
         "without_first": lambda ops: ops.without_first(blocks),
         "without_first of one": lambda ops: ops.without_first(blocks[: K + 1]),
     }.items():

@@ -103,10 +103,31 @@ def test_a_program_that_is_not_repeated_is_noticed(
     assert tokens_of(outputs_of(make_executor(*pair), {1: 3})) != tokens_of(expected)
 
 
-def test_steps_that_sample_or_have_rules_are_computed_anew(counted: type[Counted], pair: tuple[Path, Path]) -> None:
-    for sampling in ({"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}}):
-        outputs_of(make_executor(*pair), {1: 3}, **sampling)
-        assert counted.num_replayed == 0
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 0.8},
+        {"repetition_penalty": 1.2},
+        {"logprobs": True, "top_logprobs": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_of_steps_that_pytorch_samples_the_target_is_recorded(
+    counted: type[Counted],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    num_drafts: int,
+    sampling: dict[str, Any],
+) -> None:
+    sampling = {"seed": 7} | sampling
+    found = outputs_of(make_executor(*pair), {1: num_drafts}, **sampling)
+    assert counted.num_replayed > 20
+    monkeypatch.setattr(Counted, "is_off", True)
+    expected = outputs_of(make_executor(*pair), {1: num_drafts}, **sampling)
+    assert tokens_of(found) == tokens_of(expected)
+    assert [output.logprobs for output in found] == [output.logprobs for output in expected]
 
 
 def repeated(
@@ -147,6 +168,19 @@ def test_what_pytorch_computes_is_never_recorded() -> None:
         expected = compute().clone()
         results, some = repeated(compute, lambda: None)
         assert not some._programs and all(torch.equal(result, expected) for result in results)
+
+
+@torch.inference_mode()
+def test_a_part_is_recorded_alone_where_the_whole_cannot_be() -> None:
+    x, some = torch.ones(5, 8), Programs(KERNELS)
+
+    def part() -> Tensor:
+        return some.run("part", lambda: added(x, x))
+
+    for _ in range(3):
+        assert torch.equal(some.run("whole", lambda: added(part(), x)), 3 * x)
+        assert torch.equal(some.run("with PyTorch", lambda: part() * 2), 4 * x)
+    assert set(some._programs) == {"whole", "part"}
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -50,16 +50,23 @@ from dflash_trt.core.step_plan import (
     StepResult,
     TokenMasks,
 )
-from dflash_trt.network.decoder import share_experts
-from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.step import LogitsReader, Network, StepOutputs, run_and_accept, run_step, sequence_logits
+from dflash_trt.network.decoder import TargetRun, share_experts
+from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.step import (
+    LogitsReader,
+    Network,
+    StepOutputs,
+    accept,
+    logits_at,
+    run_drafter,
+    run_layers,
+    sequence_logits,
+)
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
-
-R = TypeVar("R")
 
 _MAX_TABLE_SIZE: Final = 8192  # entries that a step copies whether or not they are used
 
@@ -214,18 +221,33 @@ class TorchExecutor:
     def _outputs(
         self, ops: TorchOps, inputs: StepInputs[Tensor], reader: LogitsReader[Tensor] | None
     ) -> StepOutputs[Tensor]:
-        replayed = ops.replayed if reader is None else _computed
-        if self._context is not None and not ops.num_draft_tokens:
-            target, acceptance = replayed(lambda: run_and_accept(ops, self.network, inputs, self._state, reader=reader))
-            self._context.keep(target, ops, self._state)
-            return StepOutputs(acceptance=acceptance, proposal=None)
-        if self._context is not None:
-            self._context.complete(ops, self._state)
-        return replayed(
-            lambda: run_step(
-                ops, self.network, inputs, self._state, num_draft_tokens=ops.num_draft_tokens, reader=reader
+        state, context, has_drafts = self._state, self._context, ops.num_draft_tokens > 0
+        if context is not None and has_drafts:
+            context.complete(ops, state)
+
+        def by_parts() -> StepOutputs[Tensor]:
+            target, acceptance = self._accepted(ops, inputs, reader)
+            if context is not None and not has_drafts:
+                context.keep(target, ops, state)
+                return StepOutputs(acceptance=acceptance, proposal=None)
+            return run_drafter(
+                ops, self.network, inputs, state, target, acceptance, num_draft_tokens=ops.num_draft_tokens
             )
-        )
+
+        is_one_part = reader is None and ops.samples_by_kernels and (context is None or has_drafts)
+        return ops.replayed("step", by_parts) if is_one_part else by_parts()
+
+    def _accepted(
+        self, ops: TorchOps, inputs: StepInputs[Tensor], reader: LogitsReader[Tensor] | None
+    ) -> tuple[TargetRun[Tensor], Acceptance[Tensor]]:
+        """The step up to its drafts, of which the sampler is computed anew."""
+
+        def run_target() -> tuple[TargetRun[Tensor], Tensor]:
+            target = run_layers(ops, self.network, inputs, self._state)
+            return target, logits_at(ops, self.network, target.hidden, inputs.logit_rows)
+
+        target, logits = ops.replayed("target", run_target)
+        return target, accept(ops, self.network, target, logits, reader)
 
     def _copy_pages(self, copies: PageCopies) -> None:
         if not len(copies):
@@ -300,7 +322,3 @@ def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     shape = exact_shape(plan)
     has_wide_table = plan.rows.num_requests * limits.table_width <= _MAX_TABLE_SIZE
     return replace(shape, num_pages=None) if has_wide_table else shape
-
-
-def _computed(compute: Callable[[], R]) -> R:
-    return compute()

@@ -49,10 +49,14 @@ class JoinedGqa(GqaWeights[Tensor]):
 def prepared(
     network: Network[Tensor], kernels: CpuKernels | None = None, *, on_read: Callable[[int], None] | None = None
 ) -> Network[Tensor]:
-    """The network for `TorchOps`; its linear layers use `kernels` where those have a layout for them."""
+    """The network for `TorchOps`; its linear layers use `kernels` where those have a layout for them.
+
+    Drafts decide how fast a text comes and never which: the drafter's activations may be rounded to bfloat16.
+    """
     joined = map_parts(with_experts(network, separated), Layer, _joined)
     prepare = partial(prepare_linear, kernels=kernels)
-    return map_parts(with_linears(joined, prepare, on_read=on_read), Layer, _with_scaled_norms)
+    linears = with_linears(joined, prepare, prepare_draft=partial(prepare, rounds_inputs=True), on_read=on_read)
+    return map_parts(linears, Layer, _with_scaled_norms)
 
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:

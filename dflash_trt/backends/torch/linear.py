@@ -33,13 +33,18 @@ class HalfLinear(Linear[Tensor]):
     scale: float  # a power of two, of what comes out
 
 
-def pack_for_cpu(linear: Linear[Tensor], kernels: CpuKernels | None = None) -> Linear[Tensor]:
-    """The same layer in the fastest layout that changes no product; unchanged where there is none."""
+def pack_for_cpu(
+    linear: Linear[Tensor], kernels: CpuKernels | None = None, *, rounds_inputs: bool = False
+) -> Linear[Tensor]:
+    """The same layer in the fastest layout that changes no product; unchanged where there is none.
+
+    With `rounds_inputs` activations may be rounded to bfloat16 where that is faster.
+    """
     weight = linear.weight
     assert isinstance(weight, Tensor), "quantized weights have a file of their own"
     if weight.device.type != "cpu":
         return linear
-    if kernels is not None and (panels := panel_linear(linear, kernels)) is not None:
+    if kernels is not None and (panels := panel_linear(linear, kernels, rounds_inputs=rounds_inputs)):
         return panels
     if weight.dtype == torch.float32 and (half := _half_linear(linear, weight)) is not None:
         return half

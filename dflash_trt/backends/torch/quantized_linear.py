@@ -68,7 +68,13 @@ def dequantize(
     )
 
 
-def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype, *, kernels: CpuKernels | None = None) -> Linear[Tensor]:
+def prepare_linear(
+    linear: Linear[Tensor],
+    dtype: torch.dtype,
+    *,
+    kernels: CpuKernels | None = None,
+    rounds_inputs: bool = False,  # see `pack_for_cpu`
+) -> Linear[Tensor]:
     """The layer in the form its device computes with, once, at load.
 
     A CPU gets exact codes in `dtype`, and weights that are stored in fewer bits are widened to it. A GPU keeps what
@@ -78,7 +84,8 @@ def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype, *, kernels: CpuKe
     weight = linear.weight
     if isinstance(weight, Tensor):
         is_narrow = dtype == torch.float32 and weight.dtype != dtype
-        return pack_for_cpu(replace(linear, weight=weight.float()) if is_narrow else linear, kernels)
+        wide = replace(linear, weight=weight.float()) if is_narrow else linear
+        return pack_for_cpu(wide, kernels, rounds_inputs=rounds_inputs)
     if is_of_experts(weight):
         return linear
     if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):

@@ -41,7 +41,7 @@ class Linear(Arguments):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("num_threads", c_int32),
-        ("is_bfloat16", c_int32),
+        ("form", c_int32),
     ]
 
 

@@ -19,6 +19,7 @@ from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.network.ops import Linear
 
 _PANEL: Final = 32  # kPanel of src/product.h
+_FLOAT32, _BFLOAT16, _ROUNDED = range(3)  # forms of activations, as in src/kernels.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class PanelLinear(Linear[Tensor]):
     kernels: CpuKernels
     packed: Tensor  # bfloat16 [panels, pairs of inputs, _PANEL, 2]
     dtype: torch.dtype  # of activations
+    form: int  # how the kernel reads them: DflashTrtLinear
 
     def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out]
         assert isinstance(self.weight, Tensor)
@@ -46,14 +48,17 @@ class PanelLinear(Linear[Tensor]):
                 None if self.bias is None else self.bias.data_ptr(),
                 out.data_ptr(),
                 torch.get_num_threads(),
-                x.dtype == torch.bfloat16,
+                self.form,
             )
         )
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def panel_linear(linear: Linear[Tensor], kernels: CpuKernels) -> PanelLinear | None:
-    """None where bfloat16 does not hold every weight, or the kernels do not take the activations."""
+def panel_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: bool = False) -> PanelLinear | None:
+    """None where bfloat16 does not hold every weight, or the kernels do not take the activations.
+
+    With `rounds_inputs`, float32 activations are rounded to bfloat16 where the CPU multiplies that faster.
+    """
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     if not _is_taken(weight, kernels) or weight.device.type != "cpu" or 0 in weight.shape:
@@ -70,7 +75,14 @@ def panel_linear(linear: Linear[Tensor], kernels: CpuKernels) -> PanelLinear | N
         kernels=kernels,
         packed=packed,
         dtype=weight.dtype,
+        form=_form(weight, kernels, rounds_inputs=rounds_inputs),
     )
+
+
+def _form(weight: Tensor, kernels: CpuKernels, *, rounds_inputs: bool) -> int:
+    if weight.dtype == torch.bfloat16:
+        return _BFLOAT16
+    return _ROUNDED if rounds_inputs and kernels.has_bfloat16 and weight.shape[1] % 2 == 0 else _FLOAT32
 
 
 def _is_taken(weight: Tensor, kernels: CpuKernels) -> bool:

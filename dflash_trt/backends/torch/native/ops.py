@@ -133,43 +133,48 @@ class NativeOps(TorchOps):
         super()._take_rows(inputs)
         self._programs = None
 
-    def replayed(self, compute: Callable[[], R]) -> R:
+    def replayed(self, part: str, compute: Callable[[], R]) -> R:
         num_rows = len(self._inputs.token_ids)
-        if self._programs is None or num_rows > _MAX_RECORDED_ROWS or not self._samples_natively:
+        if self._programs is None or num_rows > _MAX_RECORDED_ROWS:
             return compute()
         shape = (num_rows, self._inputs.page_table.shape, self._num_draft_tokens, self._num_threads)
-        return self._programs.run(shape, compute)
+        return self._programs.run((part, *shape), compute)
 
     @cached_property
     def _is_greedy(self) -> bool:
         return not self._inputs.temperature.numpy().any()
 
     @property
-    def _samples_natively(self) -> bool:
+    def samples_by_kernels(self) -> bool:
         return self._is_greedy and self._adjust is None and self._masks is None and not self.has_fixed_shapes
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
         return self._copied(table, token_ids, factor=scale)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self._copied(x, rows.flatten())
+        return self._copied(x, rows.flatten()) if _is_copied(x) else super().gather_rows(x, rows)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x if factor == 1.0 else self._copied(x, factor=factor)
+        if factor == 1.0 or not _is_copied(x):
+            return super().scale(x, factor)
+        return self._copied(x, factor=factor)
 
     def without_first(self, hidden: Tensor) -> Tensor:
         blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])[:, 1:].flatten(1)
         return self._copied(blocks).view(-1, hidden.shape[-1])
 
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        if not all(map(_is_copied, xs)):
+            return super().concat(xs)
         out = torch.empty((len(xs[0]), sum(x.shape[-1] for x in xs)))
         for x, part in zip(xs, self.split(out, [x.shape[-1] for x in xs]), strict=True):
             self._copy(x, part)
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape != b.shape or not (_is_copied(a) and _is_copied(b)):
+            return super().add(a, b)
         a, b = a.contiguous(), b.contiguous()
-        assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
         out = torch.empty(a.shape)
         self._kernels.call(Add(a.data_ptr(), b.data_ptr(), a.numel(), out.data_ptr()))
         return out
@@ -363,7 +368,7 @@ class NativeOps(TorchOps):
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         if self.has_fixed_shapes:
             return super().sample_and_accept(logits)
-        if self._samples_natively:
+        if self.samples_by_kernels:
             return self._accepted(logits)
         acceptance = super().sample_and_accept(logits)
         # The bits of a request's log probabilities do not depend on how other requests are sampled.
@@ -452,3 +457,8 @@ class NativeOps(TorchOps):
             page_size=self._page_size,
             keeps_kv=False,
         )
+
+
+def _is_copied(x: Tensor) -> bool:
+    """True if the kernels copy and add such rows; PyTorch does with others, such as tokens."""
+    return x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1

@@ -95,7 +95,9 @@ class Programs:
         self._programs: OrderedDict[Hashable, Program[Any]] = OrderedDict()  # the latest used last
 
     def run(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """`compute()`, whose calls and views depend on the key alone."""
+        """`compute()`, whose calls and views depend on the key alone. A part of a recorded part is none of its own."""
+        if self._kernels.recorder.calls is not None:
+            return compute()
         found: Program[R] | None = self._programs.get(key)
         if found is not None:
             self._programs.move_to_end(key)

@@ -32,14 +32,14 @@ void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls);
 /// x [rows, in] @ weight.T + bias.
 struct DflashTrtLinear
 {
-    void const* x; // float32, or bfloat16 with an even number of inputs
+    void const* x; // see `form`
     int64_t num_rows;
     uint16_t const* packed;
     int64_t num_out, num_in;
     float const* bias; // null: none
     float* out;
     int32_t num_threads;
-    int32_t is_bfloat16; // x
+    int32_t form; // of x: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16; 1 and 2 have an even num_in
 };
 
 void dflash_trt_cpu_linear(DflashTrtLinear const*);

@@ -2,6 +2,7 @@
 #include "product.h"
 
 #include <cstring>
+#include <vector>
 
 namespace dflash_trt
 {
@@ -19,6 +20,20 @@ int64_t num_pairs(int64_t num_in)
 {
     return (num_in + 1) / 2;
 }
+
+#if defined(__AVX512BF16__)
+
+constexpr int32_t kBfloat16 = 1, kRounded = 2; // forms of x
+
+void round(float const* from, int64_t size, uint16_t* to)
+{
+    for (int64_t i = 0; i < size; i += kLanes)
+    {
+        store_rounded(from + i, size - i < kLanes ? size - i : kLanes, to + i);
+    }
+}
+
+#endif
 
 struct Layer
 {
@@ -140,9 +155,16 @@ void dflash_trt_cpu_linear(DflashTrtLinear const* arguments)
     DflashTrtLinear const& a = *arguments;
     Layer const layer{a};
 #if defined(__AVX512BF16__)
-    if (a.is_bfloat16)
+    if (a.form == kBfloat16)
     {
         return layer.run(RowsOf<Pair>{static_cast<Pair const*>(a.x), a.num_in / 2, a.num_rows});
+    }
+    if (a.form == kRounded)
+    {
+        thread_local std::vector<Pair> rounded;
+        rounded.resize(a.num_rows * a.num_in / 2);
+        round(static_cast<float const*>(a.x), a.num_rows * a.num_in, &rounded.data()->first);
+        return layer.run(RowsOf<Pair>{rounded.data(), a.num_in / 2, a.num_rows});
     }
 #endif
     layer.run(Rows{static_cast<float const*>(a.x), a.num_in, a.num_rows});

@@ -49,6 +49,14 @@ inline Bits broadcast_bits(Pair const* from)
     return _mm512_set1_epi32(bits);
 }
 
+/// `count` elements, at most kLanes, rounded to nearest even.
+inline void store_rounded(float const* from, int64_t count, uint16_t* to)
+{
+    __mmask16 const mask = static_cast<__mmask16>((1U << count) - 1U);
+    __m256bh const halves = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from));
+    _mm256_mask_storeu_epi16(to, mask, reinterpret_cast<__m256i>(halves));
+}
+
 /// Both products of each lane are added to the sum.
 inline Vec dot_pairs(Bits a, Bits b, Vec sum)
 {
