@@ -48,15 +48,16 @@ constexpr int panels_at_once(int rows)
     return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 ? 2 : 1) : (rows == 1 ? 2 : 1);
 }
 
-/// What the tile reads later.
+/// What the tile reads later. Few rows pass faster than the first cache fills: for them the second cache is best.
 template <int kPanels>
 inline void prefetch(Pair const* row, int64_t panel_stride)
 {
+    constexpr int kLocality = kPanels > 1 ? 2 : 3;
     for (int panel = 0; panel < kPanels; ++panel)
     {
         for (int part = 0; part < kPanel; part += 64 / static_cast<int>(sizeof(Pair)))
         {
-            __builtin_prefetch(row + panel * panel_stride + kPairsAhead * kPanel + part);
+            __builtin_prefetch(row + panel * panel_stride + kPairsAhead / kPanels * kPanel + part, 0, kLocality);
         }
     }
 }
