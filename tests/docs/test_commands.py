@@ -76,6 +76,7 @@ NOT_RUN = {
     "scripts/soak": "a minute; tests/bench/test_soak.py runs a short one",
     "scripts/gpu_visit": "minutes; tests/kernels/test_gpu_visit.py runs parts of a dry run",
     "scripts/bench_peers": "minutes; tests/bench/test_peers.py plays the sides",
+    "python -m scripts.bench_shape": "minutes, and 5 GB of disk; tests/bench/test_peers.py plays a peer",
     "scripts/build_plugin": "minutes; tests/plugins builds a small library",
     "TENSORRT_INCLUDE_DIR=": "minutes; tests/plugins builds a small library",
     "python -m scripts.mask_cost": "half a minute; tests/serving/test_structured_output.py makes such masks",
