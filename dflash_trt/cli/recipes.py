@@ -122,7 +122,7 @@ def _config_of(recipe: "Recipe") -> BuildConfig:
 def _facts(recipe: "Recipe", config: BuildConfig) -> str:
     ranks = f"{config.tp_size} rank{'s' if config.tp_size > 1 else ''}"
     devices = " or ".join(recipe.gpus) or "any device"
-    return f"{recipe.format}, {ranks} on {devices}, {recipe.weights_gib:.1f} GiB of weights"
+    return f"{recipe.format}, {ranks} on {devices}, {recipe.weights_gib:g} GiB of weights"
 
 
 def _describe(recipe: "Recipe", machine: "Machine") -> dict[str, Any]:
