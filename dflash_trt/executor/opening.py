@@ -116,14 +116,12 @@ def _overlaps(config: RuntimeConfig, device: str) -> bool:
 
 def _check_determinism(engine: EngineDir, device: str) -> None:
     """Raises SettingError for layers whose kernels on a GPU add up in an order that the step decides."""
-    target = engine.manifest.target
-    parts = {"gated delta nets": target.is_recurrent, "attention over latents": bool(target.latents)}
-    for part in (part for part, is_there in parts.items() if is_there):
+    if engine.manifest.target.latents:
         raise SettingError(
             "deterministic",
-            expected="a target whose layers all attend over K and V, or a CPU",
-            found=f"{part} on device {device}",
-            hint="The sums of their kernels depend on how many rows a step has. Leave it out.",
+            expected="a target without latents, or a CPU",
+            found=f"attention over latents on device {device}",
+            hint="The sums of its kernels depend on how many rows a step has. Leave it out.",
         )
 
 

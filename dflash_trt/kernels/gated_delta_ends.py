@@ -111,6 +111,7 @@ def finish_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,  # channels of a program
     REQUESTS: tl.constexpr,
+    HAS_UNIT_KEYS: tl.constexpr,  # of the records; see `gated_delta_in_order.py`
     POOLED: tl.constexpr,
 ):
     """Grid: (N + R, the larger one of ceil(HEADS / BLOCK_HEADS) and ceil(CHANNELS / BLOCK))."""
@@ -139,7 +140,8 @@ def finish_kernel(
                 mask = (head < KEY_HEADS)[:, None] & (column < KEY_DIM)
                 of_heads = inputs + (KEY_HEADS + head) * KEY_DIM
                 key = tl.load(of_heads[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-                key *= inverse_lengths(of_heads, head < KEY_HEADS, KEY_DIM, BLOCK_K)[:, None]
+                if HAS_UNIT_KEYS:
+                    key *= inverse_lengths(of_heads, head < KEY_HEADS, KEY_DIM, BLOCK_K)[:, None]
                 tl.store(keys + (record * KEY_HEADS + head[:, None]) * KEY_DIM + column, key, mask=mask)
                 is_head, some = head < HEADS, tl.minimum(head, HEADS - 1)
                 a = ba + row.to(tl.int64) * (2 * HEADS) + HEADS + head

@@ -1,8 +1,8 @@
 """Launches of the kernels of gated delta nets. Allocates outputs; nothing depends on tensor contents."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dflash_trt.kernels.attention_launch import FLOATS
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.gated_delta import delta_prompt_kernel, delta_verify_kernel
 from dflash_trt.kernels.gated_delta_ends import convolve_kernel, finish_kernel
+from dflash_trt.kernels.gated_delta_in_order import delta_in_order_kernel
 from dflash_trt.kernels.tensor_checks import check_tensor
 
 MIN_BLOCK: Final = 16  # rows, and features: the least that a tensor core takes
@@ -24,6 +25,7 @@ CHANNELS: Final = 1024  # per program
 HEADS: Final = 8
 VERIFY_WARPS: Final = 2
 PROMPT_WARPS: Final = 4
+IN_ORDER_WARPS: Final = 4
 END_WARPS: Final = 4
 NUM_STAGES: Final = 3  # parts of a state on their way
 
@@ -54,8 +56,13 @@ def run_gated_delta(
     state: Mapping[str, Tensor],  # [slots, *shape] of `spec.tensors()`, written
     spec: Recurrent,
     eps: float,
+    *,
+    is_in_order: bool = False,
 ) -> Tensor:  # F [N, v_size]
     """See `Ops.gated_delta`. Three launches, four with possible prompts. Rows of no request get zeros.
+
+    `is_in_order`: token by token, so that a row's bits depend on the tokens before it alone. All steps of a state must
+    be of one kind, because the keys of their records are.
 
     Raises ValueError for tensors that the kernels would misread.
     """
@@ -67,6 +74,7 @@ def run_gated_delta(
         rows=rows,
         state=state,
         spec=spec,
+        is_in_order=is_in_order,
         mixed=qkvz.new_empty((len(qkvz), spec.num_channels)),
         num_folded=torch.empty_like(rows.context_lens),
         attended=torch.empty((len(qkvz), v_size), dtype=torch.float32, device=qkvz.device),
@@ -90,6 +98,7 @@ class _Call:
     rows: DeltaRows
     state: Mapping[str, Tensor]
     spec: Recurrent
+    is_in_order: bool
     mixed: Tensor  # F [N, channels]
     num_folded: Tensor  # int32 [R]
     attended: Tensor  # float32 [N, v_size]
@@ -130,14 +139,19 @@ class _Call:
             self.attended,
             0,
         )
-        kernels = [(delta_verify_kernel, verify_constants(spec), VERIFY_WARPS)]
-        if rows.has_prompts:
-            kernels.append((delta_prompt_kernel, prompt_constants(spec), PROMPT_WARPS))
-        for kernel, constants, num_warps in kernels:
+        for kernel, constants, num_warps in self._recurrences():
             grid = (len(rows.slot_ids), spec.num_value_heads, -(-spec.value_head_dim // constants["BLOCK_V"]))
             kernel[grid](
                 *arguments, **constants, POOLED=False, num_warps=num_warps, num_stages=NUM_STAGES, enable_fp_fusion=True
             )
+
+    def _recurrences(self) -> Iterator[tuple[Any, dict[str, int], int]]:
+        if self.is_in_order:
+            yield delta_in_order_kernel, in_order_constants(self.spec), IN_ORDER_WARPS
+            return
+        yield delta_verify_kernel, verify_constants(self.spec), VERIFY_WARPS
+        if self.rows.has_prompts:
+            yield delta_prompt_kernel, prompt_constants(self.spec), PROMPT_WARPS
 
     def finish(self, out: Tensor, eps: float) -> None:
         rows, spec, state, num_requests = self.rows, self.spec, self.state, len(self.rows.slot_ids)
@@ -161,7 +175,7 @@ class _Call:
             len(out),
             num_requests,
             0,
-            **finish_constants(spec, num_requests),
+            **finish_constants(spec, num_requests, is_in_order=self.is_in_order),
             POOLED=False,
             num_warps=END_WARPS,
             enable_fp_fusion=True,
@@ -211,13 +225,18 @@ def prompt_constants(spec: Recurrent) -> dict[str, int]:
     }
 
 
-def finish_constants(spec: Recurrent, num_requests: int) -> dict[str, int]:
+def in_order_constants(spec: Recurrent) -> dict[str, int]:
+    return _head_constants(spec) | {"BLOCK_V": min(VERIFY_COLUMNS, _block(spec.value_head_dim))}
+
+
+def finish_constants(spec: Recurrent, num_requests: int, *, is_in_order: bool = False) -> dict[str, int]:
     return _head_constants(spec) | {
         "TAPS": spec.conv_size,
         "BLOCK_V": next_power_of_2(spec.value_head_dim),
         "BLOCK_HEADS": HEADS,
         "BLOCK": CHANNELS,
         "REQUESTS": request_capacity(num_requests),
+        "HAS_UNIT_KEYS": not is_in_order,
     }
 
 

@@ -19,6 +19,12 @@ def inverse_lengths(rows, is_row, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def inverse_length(x):
+    """Inverse length of one vector, float32."""
+    return 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) + _L2_EPS)
+
+
+@triton.jit
 def rates_of(b, is_row):
     """sigmoid, and 0 where there is no row."""
     value = tl.load(b, mask=is_row, other=0.0).to(tl.float32)

@@ -130,6 +130,7 @@ def _keep_on_disk(
     assert config.disk_cache_dir is not None
     manifest = engine.with_draft_window(config.draft_window).manifest
     kind = {"engine": manifest.model_dump(mode="json"), "device": config.device, "drafter": config.use_drafter}
+    kind |= {"deterministic": config.deterministic}
     root = sha256(json.dumps(kind, sort_keys=True).encode()).digest()
     directory = Path(config.disk_cache_dir)
     local.prefix_root = root.hex()[:16]

@@ -14,6 +14,7 @@ from dflash_trt.core.state_spec import Recurrent
 from dflash_trt.kernels import gated_delta_launch as launch
 from dflash_trt.kernels.gated_delta import delta_prompt_kernel, delta_verify_kernel
 from dflash_trt.kernels.gated_delta_ends import convolve_kernel, finish_kernel
+from dflash_trt.kernels.gated_delta_in_order import delta_in_order_kernel
 from plugins.aot.variant import KernelVariant, pointer
 
 _FLOAT32 = ("log_rate", "dt_bias", "state", "keys", "deltas", "decays", "attended")
@@ -50,17 +51,19 @@ class DeltaKernels:
 
 
 def gated_delta_variants(
-    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool
+    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool, is_in_order: bool = False
 ) -> tuple[KernelVariant, ...]:
     """In the order of their launches. Grids use num_requests and num_rows; `is_pooled`: the state is at addresses."""
-    return tuple(_variants(spec, dtype, num_requests, is_pooled))
+    return tuple(_variants(spec, dtype, num_requests, is_pooled, is_in_order))
 
 
-def _variants(spec: Recurrent, dtype: torch.dtype, num_requests: int, is_pooled: bool) -> Iterator[KernelVariant]:
+def _variants(
+    spec: Recurrent, dtype: torch.dtype, num_requests: int, is_pooled: bool, is_in_order: bool
+) -> Iterator[KernelVariant]:
     channel_blocks = -(-spec.num_channels // launch.CHANNELS)
     head_blocks = -(-spec.num_value_heads // launch.HEADS)
     convolve = launch.convolve_constants(spec, num_requests)
-    finish = launch.finish_constants(spec, num_requests)
+    finish = launch.finish_constants(spec, num_requests, is_in_order=is_in_order)
     pooled = {"POOLED": is_pooled}
     name = _name(spec, dtype, is_pooled)
     yield _variant(
@@ -71,10 +74,12 @@ def _variants(spec: Recurrent, dtype: torch.dtype, num_requests: int, is_pooled:
         num_warps=launch.END_WARPS,
         grid=("num_rows", str(channel_blocks), "1"),
     )
-    for kernel, constants, num_warps in (
+    by_blocks = (
         (delta_verify_kernel, launch.verify_constants(spec), launch.VERIFY_WARPS),
         (delta_prompt_kernel, launch.prompt_constants(spec), launch.PROMPT_WARPS),
-    ):
+    )
+    in_order = ((delta_in_order_kernel, launch.in_order_constants(spec), launch.IN_ORDER_WARPS),)
+    for kernel, constants, num_warps in in_order if is_in_order else by_blocks:
         columns = -(-spec.value_head_dim // constants["BLOCK_V"])
         yield _variant(
             f"{kernel.__name__.removesuffix('_kernel')}_{name}",
@@ -86,7 +91,7 @@ def _variants(spec: Recurrent, dtype: torch.dtype, num_requests: int, is_pooled:
             grid=("num_requests", str(spec.num_value_heads), str(columns)),
         )
     yield _variant(
-        f"finish_{name}_r{finish['REQUESTS']}",
+        f"finish_{'in_order_' if is_in_order else ''}{name}_r{finish['REQUESTS']}",
         finish_kernel,
         dtype,
         finish | pooled,

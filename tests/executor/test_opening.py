@@ -205,13 +205,12 @@ def test_an_engine_runs_on_the_gpu_that_is_there(
         resolved_config(pair, RuntimeConfig(device=device))
 
 
-def test_a_recurrent_target_is_deterministic_on_a_cpu_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_target_is_deterministic_everywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_runs_on_gpu", lambda device: device != "cpu")
     engine = EngineDir.open(root / "recurrent")
-    assert resolved_config(engine, RuntimeConfig(device="cpu", deterministic=True)).deterministic
-    with pytest.raises(SettingError, match=r"deterministic: .*found gated delta nets on device cuda"):
-        resolved_config(engine, RuntimeConfig(deterministic=True))
-    assert resolved_config(EngineDir.open(root / "pair"), RuntimeConfig(deterministic=True)).device == "cuda"
+    for device in ("cpu", "cuda"):
+        config = resolved_config(engine, RuntimeConfig(device=device, deterministic=True))
+        assert config.deterministic and config.device == device
 
 
 def test_the_backend_gets_the_resolved_config_the_window_and_the_lengths(

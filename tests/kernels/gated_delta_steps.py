@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.loading import allocate_state
@@ -38,6 +39,7 @@ class Layer:
     defined: RecurrentCache[Tensor]
     dtype: torch.dtype
     change: Callable[[Tensor, Tensor], None] | None = None  # of qkvz and ba, in place
+    is_in_order: bool = False
 
     @classmethod
     def make(
@@ -107,7 +109,8 @@ class Layer:
         weights = DeltaWeights(
             **{name: getattr(self.parameters, name).to(device) for name in DeltaWeights.__dataclass_fields__}
         )
-        return run_gated_delta(qkvz, ba, weights, step, self.kernels.tensors, self.kernels.spec, EPS).cpu()
+        given = qkvz, ba, weights, step, self.kernels.tensors, self.kernels.spec, EPS
+        return run_gated_delta(*given, is_in_order=self.is_in_order).cpu()
 
     def error(self, rows: Sequence[Row], *, seed: int = 0) -> float:
         """The largest difference of the results of one step."""
@@ -121,6 +124,8 @@ class Layer:
         errors = []
         for name, tensor in self.defined.tensors.items():
             found, expected = (x[row.slot].cpu().float() for x in (self.kernels.tensors[name], tensor))
+            if name == "keys" and self.is_in_order:
+                found = F.normalize(found, dim=-1)  # their lengths are computed where they are used
             if (end := ends.get(name, kept)) is not None:
                 found, expected = found[:end], expected[:end]
             if found.numel():

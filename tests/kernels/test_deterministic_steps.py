@@ -46,6 +46,11 @@ def make_gemma4(path: Path) -> Path:
     return make_gemma(path, family="gemma4_text", vocab_size=64, **fields)
 
 
+def make_hybrid(path: Path) -> Path:
+    layer_types = ["linear_attention", "full_attention"]
+    return make_target(path, family="qwen3_5_text", num_hidden_layers=2, layer_types=layer_types, **HEADS)
+
+
 def make_executor(
     root: Path, device: torch.device, *, is_deterministic: bool, make: Callable[[Path], Path] = make_qwen3
 ) -> TorchGpuExecutor:
@@ -121,9 +126,9 @@ def test_batch_mates_drafts_chunks_and_pieces_change_no_bit(tmp_path: Path, devi
     check()
 
 
-@pytest.mark.slow
-def test_nor_do_they_over_gemma_4(tmp_path: Path, device: torch.device) -> None:
-    executor = make_executor(tmp_path, device, is_deterministic=True, make=make_gemma4)
+@pytest.mark.parametrize("make", [pytest.param(make_gemma4, marks=pytest.mark.slow), make_hybrid])
+def test_nor_do_they_over_other_families(tmp_path: Path, device: torch.device, make: Callable[[Path], Path]) -> None:
+    executor = make_executor(tmp_path, device, is_deterministic=True, make=make)
     expected = [answers(executor, [index], 0)[0] for index in range(len(PROMPTS))]
     assert answers(executor, [1, 0], 2, chunk=4) == expected[::-1]
 

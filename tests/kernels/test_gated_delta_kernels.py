@@ -77,6 +77,51 @@ def test_every_size_of_heads_filters_and_records_is_computed(
     assert_same(layer, [replace(row, context_len=row.context_len + 1, num_rows=1) for row in rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_order_the_steps_compute_what_is_defined(device: torch.device, dtype: torch.dtype) -> None:
+    layer = Layer.make(make_spec(num_value_heads=4), device, num_records=RECORDS, dtype=dtype)
+    layer, tolerance = replace(layer, is_in_order=True), TOLERANCE if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    for rows in ([Row(0, 0, 40), Row(1, 0, 3)], [Row(0, 40, 5), Row(1, 2, 5)], [Row(0, 44, 5), Row(1, 7, 9)]):
+        assert_same(layer, rows, tolerance=tolerance)
+
+
+STEPS_OF_20 = {  # of a request: rows that are kept, and rejected drafts after them
+    "one chunk": [(20, 0)],
+    "token by token": [(1, 0)] * 20,
+    "chunks": [(6, 0), (5, 0), (9, 0)],
+    "verify blocks": [(6, 0), (2, 3), (5, 0), (1, 4), (1, 0), (4, 1), (1, 4)],
+}
+
+
+def rows_of(layer: Layer, steps: list[tuple[int, int]], *, has_neighbour: bool) -> torch.Tensor:
+    """The results of the rows that are kept."""
+    results, at = [], 0
+    for kept, rejected in steps:
+        rows = [Row(0, at, kept + rejected)]
+        if has_neighbour:
+            rows.insert(0, Row(1, 0, 1 + at % 7))
+        results.append(layer.run_kernels(rows)[sum(row.num_rows for row in rows) - kept - rejected :][:kept])
+        at += kept
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_in_order_neither_chunks_nor_drafts_nor_other_requests_change_a_bit(
+    device: torch.device, is_in_order: bool
+) -> None:
+    """Without the order they do: the negative control."""
+
+    def found(steps: list[tuple[int, int]], *, has_neighbour: bool) -> torch.Tensor:
+        layer = Layer.make(make_spec(key_head_dim=24), device, num_records=RECORDS)
+        return rows_of(replace(layer, is_in_order=is_in_order), steps, has_neighbour=has_neighbour)
+
+    expected = found(STEPS_OF_20["one chunk"], has_neighbour=False)
+    same = [
+        torch.equal(found(steps, has_neighbour=i % 2 == 1), expected) for i, steps in enumerate(STEPS_OF_20.values())
+    ]
+    assert all(same) if is_in_order else same[1:] == [False] * 3
+
+
 def test_bfloat16_is_as_close_as_its_roundings(device: torch.device) -> None:
     layer = Layer.make(make_spec(num_value_heads=4), device, num_records=RECORDS, dtype=torch.bfloat16)
     for rows in ([Row(0, 0, 40), Row(1, 0, 3)], [Row(0, 40, 5), Row(1, 2, 5)], [Row(0, 44, 5), Row(1, 7, 1)]):
@@ -119,13 +164,17 @@ def test_a_changed_state_is_noticed(device: torch.device, name: str) -> None:
     assert_same(layer, second)
 
 
-def test_states_are_found_by_their_addresses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_in_order", [False, True])
+def test_states_are_found_by_their_addresses(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, is_in_order: bool
+) -> None:
     """As plugins find them: the tensors of two layers in one table, of which the kernels read the second one's."""
-    layer = Layer.make(make_spec(), device, num_records=RECORDS)
+    layer = replace(Layer.make(make_spec(), device, num_records=RECORDS), is_in_order=is_in_order)
     decoy = layer.copy()
     tables = [cache.tensors[name].data_ptr() for cache in (decoy.kernels, layer.kernels) for name in cache.tensors]
     pools = torch.tensor(tables, device=device)
-    for kernel_name in ("convolve_kernel", "delta_verify_kernel", "delta_prompt_kernel", "finish_kernel"):
+    names = ("convolve", "delta_verify", "delta_prompt", "delta_in_order", "finish")
+    for kernel_name in (f"{name}_kernel" for name in names):
         monkeypatch.setattr(launch, kernel_name, _Pooled(getattr(launch, kernel_name), pools, first=6))
     placeholder = RecurrentCache(
         {name: torch.zeros_like(x) for name, x in layer.kernels.tensors.items()}, layer.kernels.spec

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,18 @@ def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(recorder.launches) for recorder in recorders] == [1, 1, 0, 1], "no prompts, no launch for them"
 
 
+def test_in_order_there_is_one_kernel_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=40, value_head_dim=48, conv_size=4)
+    layer = replace(Layer.make(spec, torch.device("cpu"), num_records=3, dtype=torch.float16), is_in_order=True)
+    sizes = {"num_requests": 2, "is_pooled": False, "is_in_order": True}
+    variants = gated_delta_variants(layer.kernels.spec, torch.float16, **sizes)
+    recorders = [recorded(monkeypatch, gated_delta_launch, variant.kernel.__name__) for variant in variants]
+    layer.run_kernels([Row(0, 0, 5), Row(1, 0, 2)])
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, {"num_rows": 7, "num_requests": 2})
+    assert [variant.kernel.__name__ for variant in variants][1] == "delta_in_order_kernel"
+
+
 COMPILE = """
 import json, sys
 from plugins.aot.compile import compile_variant, prepare_compiler
@@ -45,8 +58,11 @@ wide = replace(spec, num_value_heads=48)  # of the 27B models
 plan = [("90a", spec, False, ("convolve", "delta_verify", "delta_prompt", "finish")),
         ("100a", spec, True, ("delta_prompt",)), ("103a", spec, True, ("delta_verify",)),
         ("90a", wide, True, ("delta_verify",))]
-for architecture, sizes, is_pooled, names in plan:
-    for variant in gated_delta_variants(sizes, torch.bfloat16, num_requests=64, is_pooled=is_pooled):
+for architecture, sizes, is_pooled, names in plan + [("90a", spec, False, ("delta_in_order",))]:
+    is_in_order = names == ("delta_in_order",)
+    for variant in gated_delta_variants(
+        sizes, torch.bfloat16, num_requests=64, is_pooled=is_pooled, is_in_order=is_in_order
+    ):
         name = variant.kernel.__name__.removesuffix("_kernel")
         if name in names:
             kernel = compile_variant(variant, architecture)
@@ -62,6 +78,12 @@ def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(t
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [kernel["name"] for kernel in kernels] == [*BLOCKS, "delta_prompt", "delta_verify", "delta_verify"]
+    assert [kernel["name"] for kernel in kernels] == [
+        *BLOCKS,
+        "delta_prompt",
+        "delta_verify",
+        "delta_verify",
+        "delta_in_order",
+    ]
     for kernel in kernels:
-        assert kernel["stack"] == 0 and kernel["blocks"] >= BLOCKS[kernel["name"]], kernel
+        assert kernel["stack"] == 0 and kernel["blocks"] >= BLOCKS.get(kernel["name"], 4), kernel

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflash_trt import LLM
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import Request, SamplingParams
@@ -141,3 +143,15 @@ def test_without_the_setting_the_batch_changes_texts_or_their_probabilities(engi
         assert not any(changed)
         return
     assert sum(changed) >= 3
+
+
+def test_blocks_on_disk_are_not_shared_with_an_engine_that_is_not_deterministic(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", vocab_size=VOCAB_SIZE, tokenizer=False)
+    engine = build(tmp_path, tmp_path / "engine", max_draft_len=0)
+    names = []
+    for deterministic in (False, True):
+        tiers = {"host_cache_bytes": 1 << 20, "disk_cache_dir": str(tmp_path / "blocks")}
+        with LLM(engine.path, deterministic=deterministic, kv_cache_bytes=1 << 20, **tiers) as llm:
+            llm.generate([{"prompt_token_ids": SHARED}], SamplingParams(max_new_tokens=1))
+        names.append({path.name for path in (tmp_path / "blocks").iterdir()})
+    assert len(names[0]) == 1 and len(names[1]) == 2

@@ -1,8 +1,8 @@
 """The ops of `--deterministic` on a GPU: a row's bits depend on its request alone, in every dtype.
 
-Attention has splits of a fixed length, and sums over ranks have one order. Linears and experts were prepared with fixed
-tiles at load. Norms, rotations, codes and the sampler work row by row anyway. The target alone computes so: drafts
-decide how fast a text comes, and never which.
+Attention has splits of a fixed length, gated delta nets go token by token, and sums over ranks have one order. Linears
+and experts were prepared with fixed tiles at load. Norms, rotations, codes and the sampler work row by row anyway. The
+target alone computes so: drafts decide how fast a text comes, and never which.
 """
 
 from dataclasses import replace
@@ -12,10 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from dflash_trt.backends.cuda.gated_delta import apply_gated_delta
 from dflash_trt.backends.cuda.handles import Value, tensor_of
 from dflash_trt.backends.cuda.ops import TorchGpuOps
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.kernels.attention_options import AttentionOptions
-from dflash_trt.network.ops import Rows
+from dflash_trt.network.ops import DeltaParameters, Rows
+from dflash_trt.network.state import RecurrentCache
 
 
 class DeterministicGpuOps(TorchGpuOps):
@@ -27,6 +30,20 @@ class DeterministicGpuOps(TorchGpuOps):
         num_rows = len(rows.positions)
         index = tuple(replace(group, pieces=tuple(splits.pieces(group.requests, num_rows))) for group in rows.index)
         return replace(rows, index=index)
+
+    def gated_delta(
+        self,
+        qkvz: Value,
+        ba: Value,
+        parameters: DeltaParameters[Any],
+        rows: Rows[Any],
+        cache: RecurrentCache[Any],
+        spec: GatedDelta,
+        eps: float,
+    ) -> Tensor:
+        assert self._slots is not None
+        given = tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps
+        return apply_gated_delta(*given, is_in_order=True)
 
     def all_reduce(self, x: Value) -> Tensor:
         """In float32, in the order of the ranks."""

@@ -25,8 +25,10 @@ def apply_gated_delta(
     slots: StepSlots,
     cache: RecurrentCache[Tensor],
     eps: float,
+    *,
+    is_in_order: bool = False,
 ) -> Tensor:
-    """See `Ops.gated_delta`."""
+    """See `Ops.gated_delta`, and `run_gated_delta` for the order."""
     assert rows.token_offsets is not None, "a draft block has no recurrent layers"
     step = DeltaRows(
         slot_ids=slots.slot_ids,
@@ -37,4 +39,4 @@ def apply_gated_delta(
     weights = DeltaWeights(
         conv=parameters.conv, log_rate=parameters.log_rate, dt_bias=parameters.dt_bias, norm=parameters.norm
     )
-    return run_gated_delta(qkvz, ba, weights, step, cache.tensors, cache.spec, eps)
+    return run_gated_delta(qkvz, ba, weights, step, cache.tensors, cache.spec, eps, is_in_order=is_in_order)
