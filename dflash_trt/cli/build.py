@@ -126,12 +126,18 @@ class _BuildCommand(click.Command):
 @click.option(
     "--plugin-library",
     type=click.Path(),
-    help="Backend tensorrt: the library of plugins, which scripts/build_plugin of a source checkout makes.",
+    help="Backend tensorrt: the library of plugins, which dflash-trt build-plugin makes.",
 )
 @click.option(
     "--collectives",
     type=_choice(CollectiveMode),
     help=with_default("Backend tensorrt, several ranks: TensorRT's own layers, or plugins.", "collectives"),
+)
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    default=None,
+    help="Backend tensorrt: an engine whose texts depend on their request alone, bit for bit.",
 )
 @click.option(
     "--compile-for",

@@ -83,8 +83,11 @@ def check_config(
     models = [pair.target, *([pair.draft] if pair.draft else [])]
     chosen = pretrained if is_full else one_of_each_kind(pretrained)
     headers = tensor_headers(chosen) if is_full else with_few_embedding_rows(tensor_headers(chosen), chosen.target)
+    options = PlanOptions(
+        flavor="tensorrt_rtx", compute_capability=CHECK_CAPABILITY, deterministic=config.deterministic
+    )
     return CheckReport(
-        built={rank: _build(chosen, limits, rank, headers, progress) for rank in _distinct_ranks(chosen)},
+        built={rank: _build(chosen, limits, rank, headers, options, progress) for rank in _distinct_ranks(chosen)},
         layer_ids={
             model.role: tuple(range(model.num_layers) if is_full else sorted(set(layer_kinds(model, linears))))
             for model in models
@@ -131,6 +134,7 @@ def _build(
     limits: EngineLimits,
     rank: int,
     headers: AbcMapping[str, TensorHeader],
+    options: PlanOptions,
     progress: StepsCallback,
 ) -> BuiltPlan:
     spec = network_spec(config.model_copy(update={"mapping": config.mapping.of_rank(rank)}), limits)
@@ -144,7 +148,7 @@ def _build(
         plain,
         quantized=quantized,
         rope_tables=blank_rope_tables(spec, max_seq_len=limits.max_seq_len),
-        options=PlanOptions(flavor="tensorrt_rtx", compute_capability=CHECK_CAPABILITY),
+        options=options,
         sink=NoBytes(),
         progress=progress,
     )

@@ -48,6 +48,7 @@ class BuildConfig(Frozen):
     quantization: QuantizationConfig | None = None
     plugin_library: str | None = None  # backend tensorrt, which needs it
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
+    deterministic: bool = False  # backend tensorrt: a text depends on its request alone
     compile_for: tuple[Architecture, ...] = ()  # backend torch: GPUs whose compiled kernels the engine ships
 
     @field_validator("drafter", mode="before")
@@ -71,6 +72,8 @@ class BuildConfig(Frozen):
             raise ValueError(f"compile_for needs backend torch; engines of {self.backend} run no Triton kernels")
         if self.collectives == "plugin" and self.backend != "tensorrt":
             raise ValueError("collectives plugin needs backend tensorrt")
+        if self.deterministic and self.backend != "tensorrt":
+            raise ValueError("deterministic needs backend tensorrt; other backends take it where an engine is opened")
         if self.tp_size % self.ep_size:
             raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
         if self.attention_dp and self.tp_size == 1:

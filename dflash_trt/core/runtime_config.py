@@ -142,10 +142,7 @@ class RuntimeConfig(Frozen):
     ] = None
     deterministic: Annotated[
         bool,
-        Option(
-            flag="--deterministic",
-            help="Make a text depend on its request alone, bit for bit, in every dtype (not with TensorRT).",
-        ),
+        Option(flag="--deterministic", help="Make a text depend on its request alone, bit for bit, in every dtype."),
     ] = False
     kv_cache_bytes: Annotated[
         int | None,

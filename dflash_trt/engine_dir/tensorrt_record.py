@@ -26,6 +26,7 @@ class TensorRTRecord(Frozen):
     gpu_name: str
     compute_capability: str
     collectives: Literal["native", "plugin"] = "native"  # for several ranks
+    deterministic: bool = False  # a row's bits depend on its request alone
     page_windows: tuple[Annotated[int, Field(ge=1)], ...] = ()  # windows of the page groups after the first
     plugin_library: Literal["libdflash_trt_plugins.so"]  # PLUGIN_LIBRARY_NAME
     flags: tuple[str, ...]

@@ -60,7 +60,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     Raises:
         SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
             engine; more drafts than the engine makes; a plugin library for an engine without plugins; `deterministic`
-            for a TensorRT engine; a host cache for an engine that caches no prefixes.
+            for a TensorRT engine that was built without; a host cache for an engine that caches no prefixes.
     """
     from dflash_trt.executor.threads import default_num_threads
 
@@ -77,16 +77,16 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             found="a TensorRT engine",
             hint="Its masks are compiled. Build the engine with --draft-window.",
         )
-    if config.deterministic and engine.manifest.backend == "tensorrt":
+    compiled = engine.manifest.tensorrt
+    is_compiled = engine.manifest.backend == "tensorrt"
+    if config.deterministic and is_compiled and (compiled is None or not compiled.deterministic):
         raise SettingError(
             "deterministic",
-            expected="an engine of backend torch",
-            found="a TensorRT engine",
-            hint="TensorRT chooses its GEMMs by the number of rows. Build the engine with --backend torch.",
+            expected="a TensorRT engine that was built with it",
+            found="one that was not",
+            hint="Its kernels are compiled. Build the engine with --deterministic.",
         )
     is_recurrent = engine.manifest.target.is_recurrent
-    if config.deterministic and device != "cpu":
-        _check_determinism(engine, device)
     _check_snapshots(config, is_recurrent=is_recurrent)
     _check_host_cache(config, shares_prefixes=not is_recurrent or config.num_state_snapshots != 0)
     _check_disk_cache(config)
@@ -112,17 +112,6 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
 def _overlaps(config: RuntimeConfig, device: str) -> bool:
     """On a GPU by default, except with drafts from texts: they need the results of the step before."""
     return device != "cpu" and not config.ngram if config.overlap_scheduling is None else config.overlap_scheduling
-
-
-def _check_determinism(engine: EngineDir, device: str) -> None:
-    """Raises SettingError for layers whose kernels on a GPU add up in an order that the step decides."""
-    if engine.manifest.target.latents:
-        raise SettingError(
-            "deterministic",
-            expected="a target without latents, or a CPU",
-            found=f"attention over latents on device {device}",
-            hint="The sums of its kernels depend on how many rows a step has. Leave it out.",
-        )
 
 
 def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:

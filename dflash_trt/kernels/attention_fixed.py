@@ -14,13 +14,12 @@ from torch import Tensor
 from dflash_trt.kernels.attention_launch import workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits
 from dflash_trt.kernels.attention_tiles import fixed_tiles
+from dflash_trt.kernels.latent_rules import LATENT_TILES, LatentShape
+from dflash_trt.kernels.launch_rules import FIXED_SPLITS, MAX_GRID_Y, fixed_split_length
 
-NUM_SPLITS: Final = 8  # for the longest context; a multiple of them fills a GPU even with one request
-MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
 MIN_PIECE_ROWS: Final = 512  # enough work for a GPU in each launch
 # Tiles of a launch, each with an item for itself and for all of its splits: a grid has at most 65,535 programs along y.
-_MAX_TILES: Final = 65_535 // (1 + NUM_SPLITS + 2)
-_GRAIN: Final = 128  # keys: a multiple of what a program reads at once, in every dtype
+_MAX_TILES: Final = MAX_GRID_Y // (1 + FIXED_SPLITS + 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +43,8 @@ class FixedSplits:
     @classmethod
     def of(cls, *, max_requests: int, max_rows: int, max_keys: int) -> "FixedSplits":
         """`max_rows` counts verify blocks, which are one piece unless there are too many for a launch."""
-        length = max(MIN_SPLIT_LENGTH, -(-max_keys // NUM_SPLITS))
         return cls(
-            split_length=-(-length // _GRAIN) * _GRAIN,
+            split_length=fixed_split_length(max_keys=max_keys),
             piece_rows=max(MIN_PIECE_ROWS, min(max_rows, _MAX_TILES - max_requests)),
             num_requests=max_requests,
             num_keys=max_keys,
@@ -65,13 +63,24 @@ class FixedSplits:
         """float32, enough for every piece of layers with these heads."""
 
         def num_elements(tile: int) -> int:
-            num_tiles = self.piece_rows // (tile // heads_per_kv) + self.num_requests
-            num_slots = num_tiles * fixed_splits(self.num_keys, self.split_length)
+            num_slots = self._num_slots(tile // heads_per_kv)
             size = workspace_size(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots)
             return size.num_elements
 
         most = max(map(num_elements, fixed_tiles(heads_per_kv, head_dim)))
         return torch.empty(most, dtype=torch.float32, device=device)
+
+    def allocate_latent_workspace(self, shape: LatentShape, device: torch.device) -> Tensor:
+        """float32, enough for every piece of a layer with latents of this shape."""
+        sizes = (
+            shape.workspace_elements(tile, num_slots=self._num_slots(shape.rows_per_tile(tile)))
+            for tile in LATENT_TILES
+        )
+        return torch.empty(max(sizes), dtype=torch.float32, device=device)
+
+    def _num_slots(self, rows_per_tile: int) -> int:
+        num_tiles = self.piece_rows // rows_per_tile + self.num_requests
+        return num_tiles * fixed_splits(self.num_keys, self.split_length)
 
 
 def _between(requests: RequestTensors, first: int, last: int) -> RequestTensors:

@@ -17,7 +17,7 @@ from dflash_trt.kernels.attention_launch import (
     num_multiprocessors,
     workspace_size,
 )
-from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors
+from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors, with_fixed_splits
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
@@ -157,16 +157,17 @@ def attend_latents(
     plans: AttentionPlans,
     attended: Tensor,  # out, F [N, heads, latent_dim]
     min_direct_rows: int | None = None,  # rows of prompts that begin in this step and have as many become 0
+    split_length: int | None = None,  # as in `AttentionOptions`
 ) -> Tensor:
     """Causal attention of a step's tokens over latents, before the value's factor: `attended`.
 
     Verify blocks and chunks of prompts are one launch: their tiles are of one size.
     """
-    num_rows, num_heads, row_size = queries.shape
+    _, num_heads, row_size = queries.shape
     shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=row_size - latent_dim)
     _check_attended(queries, pages, requests, shape, attended, k_scale)
     tile, page_size = latent_tile(queries.dtype, pages.dtype), pages.shape[1]
-    group_heads, part = _partition(shape, tile, num_rows, len(requests.context_lens), queries, page_size)
+    group_heads, part = _partition(shape, tile, queries, requests, page_size, split_length)
     groups, reciprocal = num_heads // group_heads, heads_reciprocal(heads_per_kv=group_heads)
     plan = plans.of(requests, part)
     size = workspace_size(tile=tile, kv_heads=groups, head_dim=latent_dim, num_slots=part.num_slots)
@@ -206,13 +207,13 @@ def attend_latents(
 
 
 def _partition(
-    shape: LatentShape, tile: int, num_rows: int, num_requests: int, queries: Tensor, page_size: int
+    shape: LatentShape, tile: int, queries: Tensor, requests: RequestTensors, page_size: int, split_length: int | None
 ) -> tuple[int, Partition]:
     """The heads of a tile, and the plan's key."""
-    group_heads = shape.group_heads(tile)
+    group_heads, num_requests = shape.group_heads(tile), len(requests.context_lens)
     groups = shape.num_heads // group_heads
-    return group_heads, Partition(
-        num_rows=num_rows,
+    part = Partition(
+        num_rows=len(queries),
         num_requests=num_requests,
         request_capacity=request_capacity(num_requests),
         has_block=False,
@@ -223,6 +224,9 @@ def _partition(
         window_step=1,
         num_slots=num_work_slots(groups, num_multiprocessors(queries.device)),
     )
+    if split_length is not None:
+        part = with_fixed_splits(part, split_length, num_keys=requests.page_table.shape[1] * page_size)
+    return group_heads, part
 
 
 def _reduce(

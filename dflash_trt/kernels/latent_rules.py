@@ -10,6 +10,7 @@ MAX_ROPE_DIM: Final = 64
 TILE: Final = 64  # rows: the fewest that the tensor cores of Hopper and Blackwell read from shared memory
 FP8_TILE: Final = 32  # rows; with 64 the conversion of FP8 to float16 spills registers
 FLOAT32_TILE: Final = 16
+LATENT_TILES: Final = (TILE, FP8_TILE, FLOAT32_TILE)  # for pages of every dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +39,22 @@ class LatentShape:
     def attended_elements(self, num_rows: int) -> int:
         return num_rows * self.num_heads * self.latent_dim
 
-    def workspace_elements(self, tile: int, *, num_multiprocessors: int) -> int:
+    def rows_per_tile(self, tile: int) -> int:
+        """A tile has all heads of its rows, or some of one row."""
+        return tile // self.num_heads if self.groups(tile) == 1 else 1
+
+    def workspace_elements(self, tile: int, *, num_slots: int) -> int:
         """float32, of partial results."""
-        groups = self.groups(tile)
-        sizes = {"tile": tile, "kv_heads": groups, "num_slots": num_work_slots(groups, num_multiprocessors)}
+        sizes = {"tile": tile, "kv_heads": self.groups(tile), "num_slots": num_slots}
         return num_partials(head_dim=self.latent_dim, **sizes) + num_stats(**sizes)
 
 
 def largest_workspace(shape: LatentShape, *, num_multiprocessors: int) -> int:
     """float32 elements, enough for pages of every dtype."""
-    tiles = (TILE, FP8_TILE, FLOAT32_TILE)
-    return max(shape.workspace_elements(tile, num_multiprocessors=num_multiprocessors) for tile in tiles)
+    return max(
+        shape.workspace_elements(tile, num_slots=num_work_slots(shape.groups(tile), num_multiprocessors))
+        for tile in LATENT_TILES
+    )
 
 
 def num_work_slots(groups: int, num_multiprocessors: int) -> int:

@@ -19,6 +19,10 @@ MAX_HEAD_DIM: Final = 512  # in a target
 MAX_DRAFT_HEAD_DIM: Final = 256  # no kernel has a draft block of wider heads
 WIDE_HEAD_DIM: Final = 256  # for wider heads a program of attention computes a part
 WIDE_MAX_GROUP: Final = 16  # query heads of a K/V head that is wider: what the smallest tile holds
+# Of attention with splits of a fixed length: for the longest context, so that a multiple fills a GPU with one request.
+FIXED_SPLITS: Final = 8
+MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
+SPLIT_GRAIN: Final = 128  # keys: a multiple of what a program reads at once, in every dtype
 LATENT_KEY_BLOCK: Final = 32  # in attention over latents
 MIN_KEY_BLOCK: Final = 16  # minimum of the tensor cores
 MIN_DIRECT_ROWS: Final = 64  # rows of a starting prompt: fewer do not fill a tile of one head
@@ -26,6 +30,7 @@ MIN_DIRECT_ROWS: Final = 64  # rows of a starting prompt: fewer do not fill a ti
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32
 MAX_TILE_TOKENS: Final = 64
+MAX_GRID_Y: Final = 65_535  # programs of a launch along y
 PLAN_WORDS: Final = 8  # int32, of an item of a plan of attention
 PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # forms of packed weights; from MXFP4 on a byte has two codes
 
@@ -75,6 +80,15 @@ def is_verify_step(*, num_rows: int, num_requests: int, num_verify_rows: int) ->
 def most_verify_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int:
     """The most rows that one request of a verify step can have: with a tile for them, its keys are read once."""
     return max(1, min(num_verify_rows, num_rows - num_requests + 1))
+
+
+def fixed_split_length(*, max_keys: int) -> int:
+    """Keys of a split of a fixed length, for requests of at most `max_keys` keys."""
+    return (
+        (max(MIN_SPLIT_LENGTH, (max_keys + FIXED_SPLITS - 1) // FIXED_SPLITS) + SPLIT_GRAIN - 1)
+        // SPLIT_GRAIN
+        * SPLIT_GRAIN
+    )
 
 
 def latent_slots(*, groups: int, num_multiprocessors: int) -> int:

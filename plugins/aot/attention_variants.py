@@ -1,5 +1,7 @@
 """Variants of the attention kernels to compile ahead of time, as `attention_launch.py` passes them."""
 
+from dataclasses import replace
+
 import torch
 
 from dflash_trt.kernels.attention import attention_kernel
@@ -25,10 +27,12 @@ def attention_variants(
     page_size: int | None = None,
     first_key: int = 0,
     chunk: int = NO_CHUNK,
+    is_split_fixed: bool = False,
 ) -> tuple[KernelVariant, ...]:
     """Attention and reduction of one geometry, for every tile: what is compiled ahead for a layer of this kind.
 
-    With a `page_size` they are what PyTorch's launcher compiles: a plan and pages are given. A plugin has neither.
+    With a `page_size` they are what PyTorch's launcher compiles: a plan and pages are given. A plugin has neither, but
+    a plan for splits of a fixed length, whose kernel comes with them.
     """
     variants = []
     for tile in tiles_of(head_dim=head_dim, dtype=dtype, page_dtype=page_dtype, tiles=tiles):
@@ -42,12 +46,19 @@ def attention_variants(
         borders = f"chunk{chunk}_" if chunk else ""
         geometry = f"{borders}{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
         types = "_".join(str(name).removeprefix("torch.") for name in (dtype, page_dtype))
-        kind = f"{'softcap_' if has_softcap else ''}{'chain_' if first_key else ''}"
+        kind = (
+            f"{'softcap_' if has_softcap else ''}{'chain_' if first_key else ''}{'splits_' if is_split_fixed else ''}"
+        )
         name = f"{types}_{kind}{geometry}"
-        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap, page_size, first_key))
+        variant = _attention_variant(name, dtype, page_dtype, constants, has_softcap, page_size, first_key)
+        variants.append(_in_splits(variant) if is_split_fixed else variant)
         # Partial results are the same whatever the pages hold.
-        name = f"{str(dtype).removeprefix('torch.')}_{geometry}"
-        variants.append(_reduction_variant(name, dtype, constants, is_planned=page_size is not None))
+        name = f"{str(dtype).removeprefix('torch.')}_{'splits_' if is_split_fixed else ''}{geometry}"
+        is_planned = page_size is not None or is_split_fixed
+        variants.append(_reduction_variant(name, dtype, constants, is_planned=is_planned))
+        if is_split_fixed:
+            sizes = {"tile": tile, "key_block": int(constants["KEY_BLOCK"])}
+            variants.append(attention_plan_variant(**sizes, has_block=False, max_requests=max_requests, chunk=chunk))
     return tuple(variants)
 
 
@@ -113,6 +124,11 @@ def _attention_variant(
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
     )
+
+
+def _in_splits(variant: KernelVariant) -> KernelVariant:
+    """With a plan, and without the loop that would change the order of sums."""
+    return replace(variant, constexprs={**variant.constexprs, "PLANNED": True, "HAS_FULL_LOOP": False})
 
 
 def _reduction_variant(

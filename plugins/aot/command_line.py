@@ -12,7 +12,7 @@ from dflash_trt.core.config import build_config_from
 from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.host_resources import available_cores
 from plugins.aot.compile import ARCHITECTURES, DEFAULT_ARCHITECTURES
-from plugins.aot.engine_kernels import kernels_of_config, kernels_of_engine
+from plugins.aot.engine_kernels import kernels_of_config, kernels_of_engine, local_architecture
 from plugins.aot.library import Contents, compile_library, default_cache
 from plugins.aot.variants import LibrarySpec
 
@@ -50,11 +50,14 @@ def _contents(arguments: argparse.Namespace) -> tuple[Contents, Sequence[str]]:
             found=" and ".join(given) or "none of them",
             hint="Lists such as --dtypes and --head-dims make --all smaller; the full library takes 20 minutes.",
         )
+    if arguments.deterministic and arguments.engine is None:
+        found, hint = "--deterministic alone", "A configuration says it itself: `deterministic: true`."
+        raise ConfigError.about("--deterministic", expected="--engine DIR as well", found=found, hint=hint)
     if arguments.engine is not None:
-        return kernels_of_engine(arguments.engine)
+        return kernels_of_engine(arguments.engine, is_deterministic=arguments.deterministic)
     if arguments.config is not None:
         config = build_config_from(read_yaml(arguments.config), source=str(arguments.config))
-        return kernels_of_config(config, arguments.config.absolute().parent), ()
+        return kernels_of_config(config, arguments.config.absolute().parent), local_architecture()
     return LibrarySpec(**listed), ()
 
 
@@ -65,13 +68,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for cubins, manifest and C++")
     parser.add_argument("--engine", type=Path, metavar="DIR", help="kernels of this engine, built with any backend")
     parser.add_argument("--config", type=Path, metavar="FILE", help="kernels of the engine that this file builds")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="those of an engine of --engine's pair that is built with it"
+    )
     parser.add_argument("--all", action="store_true", help="kernels of every model, within the lists below")
-    known = ", ".join(ARCHITECTURES)
+    known, every = ", ".join(ARCHITECTURES), ",".join(DEFAULT_ARCHITECTURES)
     parser.add_argument(
         "--arch",
         type=_names,
         metavar="LIST",
-        help=f"of {known} (default: that of the engine's plans, or {','.join(DEFAULT_ARCHITECTURES)})",
+        help=f"of {known} (default: that of the engine's plans, or this machine's, or {every})",
     )
     for item in fields(LibrarySpec):
         default: tuple[object, ...] = item.default  # type: ignore[assignment]

@@ -9,7 +9,7 @@ delta nets, all sizes are compiled in, of latents all but the heads.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -19,12 +19,14 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+from dflash_trt.kernels import attention_tiles
 from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.latent_variants import LatentKernels
+from plugins.aot.linear_variants import LinearKernels, linears_of, max_norm_columns, norm_variants
 from plugins.aot.page_variants import page_write_variant, previous_rows_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
@@ -57,9 +59,12 @@ class EngineKernels:
     deltas: tuple[DeltaKernels, ...] = ()
     feature_size: int | None = None  # of a chain's rows in pages
     latents: tuple[LatentKernels, ...] = ()
+    is_deterministic: bool = False
+    linears: tuple[LinearKernels, ...] = ()  # of a deterministic engine, as the next one
+    max_norm_columns: int = 0
 
     @classmethod
-    def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
+    def of(cls, config: PretrainedConfig, limits: EngineLimits, *, is_deterministic: bool = False) -> Self:
         """Kernels of one rank; all ranks launch the same.
 
         Raises:
@@ -79,10 +84,13 @@ class EngineKernels:
             max_draft_len=max_draft_len,
             vocab_size=config.target.vocab_size,
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
-            experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
-            deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
+            experts=tuple(sorted(set(experts_of(config, max_rows=1 if is_deterministic else limits.max_num_tokens)))),
+            deltas=tuple(sorted(set(_deltas(states.target, limits.max_batch_size, is_in_order=is_deterministic)))),
             feature_size=next((state.width for state in states.draft if isinstance(state, PagedRows)), None),
-            latents=tuple(sorted(set(_latents(config.target, states.target, limits)))),
+            latents=tuple(sorted(set(_latents(config.target, states.target, limits, is_split_fixed=is_deterministic)))),
+            is_deterministic=is_deterministic,
+            linears=tuple(sorted(set(linears_of(config)))) if is_deterministic else (),
+            max_norm_columns=max_norm_columns(config.target) if is_deterministic else 0,
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -105,6 +113,10 @@ class EngineKernels:
             yield previous_rows_variant(dtype, width=self.feature_size, max_requests=self.max_batch_size)
         for latents in self.latents:
             yield from latents.variants(self.dtype)
+        for linear in self.linears:
+            yield from linear.variants(self.dtype)
+        if self.is_deterministic:
+            yield from norm_variants(dtype, max_columns=self.max_norm_columns)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -123,22 +135,33 @@ class EngineKernels:
                     has_softcap=layer.has_softcap,
                     chunk=layer.chunk,
                     max_requests=self.max_batch_size,
-                    tiles=_tiles(dtype, layer),
+                    **self._tiles(layer),
                     first_key=layer.first_key,
                 )
 
+    def _tiles(self, layer: LayerKernels) -> dict[str, Any]:
+        """With fixed splits one tile serves all rows of the target."""
+        dtype = torch_dtype(self.dtype)
+        if layer.is_drafter or not self.is_deterministic:
+            return {"tiles": _tiles(dtype, layer)}
+        known = attention_tiles.tiles_of(head_dim=layer.head_dim, dtype=dtype, page_dtype=torch_dtype(layer.page_dtype))
+        return {"tiles": (attention_tiles.fixed_tile(layer.heads_per_kv, known),), "is_split_fixed": True}
 
-def kernels_of_engine(directory: Path) -> tuple[EngineKernels, tuple[str, ...]]:
-    """Kernels of an engine directory of any backend, and the architecture of its plans, if it has some.
+
+def kernels_of_engine(directory: Path, *, is_deterministic: bool = False) -> tuple[EngineKernels, tuple[str, ...]]:
+    """Kernels of an engine directory of any backend, and the architecture of its plans, or of this machine's GPU.
+
+    `is_deterministic`: for such an engine of the same pair; one of TensorRT says itself what it is.
 
     Raises:
         EngineDirError: the directory is not one, or not whole.
         ConfigError: a head_dim that no kernel has.
     """
     manifest = EngineDir.open(directory).manifest
-    kernels = EngineKernels.of(manifest.pretrained_config, manifest.build_config)
+    is_deterministic |= manifest.tensorrt is not None and manifest.tensorrt.deterministic
+    kernels = EngineKernels.of(manifest.pretrained_config, manifest.build_config, is_deterministic=is_deterministic)
     capability = None if manifest.tensorrt is None else manifest.tensorrt.compute_capability
-    return kernels, () if capability is None else (architecture_of(capability),)
+    return kernels, local_architecture() if capability is None else (architecture_of(capability),)
 
 
 def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
@@ -163,7 +186,15 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
         mapping=config.mapping,
         quantization=plan_quantization(config, pair, capability=local_capability()).spec(),
     )
-    return EngineKernels.of(pretrained, limits)
+    return EngineKernels.of(pretrained, limits, is_deterministic=config.deterministic)
+
+
+def local_architecture() -> tuple[str, ...]:
+    """Of this machine's GPU, if it has one."""
+    from dflash_trt.compile.quantized import local_capability
+
+    capability = local_capability()
+    return () if capability is None else (architecture_of(f"{capability[0]}.{capability[1]}"),)
 
 
 def architecture_of(compute_capability: str) -> str:
@@ -190,13 +221,15 @@ def _layers(
         )
 
 
-def _deltas(states: Iterable[LayerState], *, max_requests: int) -> Iterator[DeltaKernels]:
+def _deltas(states: Iterable[LayerState], max_requests: int, *, is_in_order: bool) -> Iterator[DeltaKernels]:
     for state in states:
         if isinstance(state, Recurrent):
-            yield DeltaKernels.of(state, max_requests=max_requests)
+            yield DeltaKernels.of(state, max_requests=max_requests, is_in_order=is_in_order)
 
 
-def _latents(target: TargetSpec, states: Iterable[LayerState], limits: EngineLimits) -> Iterator[LatentKernels]:
+def _latents(
+    target: TargetSpec, states: Iterable[LayerState], limits: EngineLimits, *, is_split_fixed: bool
+) -> Iterator[LatentKernels]:
     pages = [state for state in states if isinstance(state, PagedLatent)]
     for mla, state in zip(target.latents, pages, strict=True):
         yield LatentKernels(
@@ -207,6 +240,7 @@ def _latents(target: TargetSpec, states: Iterable[LayerState], limits: EngineLim
             page_dtype=state.dtype,
             page_size=limits.page_size,
             max_requests=limits.max_batch_size,
+            is_split_fixed=is_split_fixed,
         )
 
 

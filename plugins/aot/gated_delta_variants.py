@@ -22,6 +22,8 @@ _INT32 = ("token_offsets", "context_lens", "num_folded", "position")
 _INT64 = ("slot_ids", "state_pools")
 _SCALARS = {"eps": "fp32"} | dict.fromkeys(("num_rows", "num_requests", "state_index"), "i32")
 
+_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_size", "num_records")
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class DeltaKernels:
@@ -34,20 +36,22 @@ class DeltaKernels:
     conv_size: int
     num_records: int
     max_requests: int
+    is_in_order: bool = False
 
     @classmethod
-    def of(cls, state: Recurrent, *, max_requests: int) -> Self:
-        sizes = {name: getattr(state, name) for name in cls.__dataclass_fields__ if name != "max_requests"}
-        return cls(**sizes, max_requests=max_requests)
+    def of(cls, state: Recurrent, *, max_requests: int, is_in_order: bool = False) -> Self:
+        sizes = {name: getattr(state, name) for name in _SIZES}
+        return cls(**sizes, max_requests=max_requests, is_in_order=is_in_order)
 
     def state(self, dtype: FloatDType) -> Recurrent:
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "max_requests"}
-        return Recurrent(name="state", dtype=dtype, **sizes)
+        return Recurrent(name="state", dtype=dtype, **{name: getattr(self, name) for name in _SIZES})
 
     def variants(self, dtype: FloatDType) -> tuple[KernelVariant, ...]:
         """Those of a plugin."""
         spec = self.state(dtype)
-        return gated_delta_variants(spec, torch_dtype(dtype), num_requests=self.max_requests, is_pooled=True)
+        return gated_delta_variants(
+            spec, torch_dtype(dtype), num_requests=self.max_requests, is_pooled=True, is_in_order=self.is_in_order
+        )
 
 
 def gated_delta_variants(

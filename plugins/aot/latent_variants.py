@@ -15,6 +15,10 @@ from dflash_trt.kernels import latent_attention_launch as launch
 from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
+from dflash_trt.kernels.head_product import head_product_kernel
+from dflash_trt.kernels.head_product_launch import NUM_STAGES as HEAD_PRODUCT_STAGES
+from dflash_trt.kernels.head_product_launch import NUM_WARPS as HEAD_PRODUCT_WARPS
+from dflash_trt.kernels.head_product_launch import head_product_constants
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_chunk import latent_chunk_kernel, latent_kv_kernel
 from dflash_trt.kernels.latent_chunk_launch import (
@@ -57,6 +61,7 @@ class LatentKernels:
     page_dtype: DType
     page_size: int
     max_requests: int
+    is_split_fixed: bool = False
 
     def variants(self, dtype: FloatDType) -> tuple[KernelVariant, ...]:
         """Those of a plugin, in the order of their launches."""
@@ -74,6 +79,10 @@ class LatentKernels:
         yield latent_reduction_variant(
             shape, dtype, tile=tile, page_size=self.page_size, num_requests=self.max_requests
         )
+        if self.is_split_fixed:
+            yield head_product_variant(self.nope_dim, self.latent_dim, dtype)
+            yield head_product_variant(self.latent_dim, self.value_dim, dtype)
+            return
         sizes = {"nope_dim": self.nope_dim, "value_dim": self.value_dim}
         chunk = latent_chunk_variant(shape, dtype, **sizes, is_pooled=True)
         tile, key_block = (int(chunk.constexprs[name]) for name in ("TILE", "KEY_BLOCK"))
@@ -171,6 +180,25 @@ def latent_chunk_variant(
         grid=("heads", "tile_capacity + work_slots", "1"),
     )
     return variant if nope_dim % 16 == 0 else _with_words(variant, "i32", "q_stride", "q_pitch")
+
+
+def head_product_variant(in_size: int, out_size: int, dtype: torch.dtype) -> KernelVariant:
+    """Grids use num_rows and heads."""
+    constants = head_product_constants(in_size, out_size, dtype=dtype, is_transposed=False)
+    return KernelVariant(
+        name=f"head_product_{dtype_name(dtype)}_{in_size}x{out_size}",
+        kernel=head_product_kernel,
+        signature=dict.fromkeys(("x", "factor", "out"), pointer(dtype))
+        | dict.fromkeys(("num_rows", "heads", "factor_stride", "out_stride"), "i32"),
+        constexprs=constants,
+        num_warps=HEAD_PRODUCT_WARPS,
+        num_stages=HEAD_PRODUCT_STAGES,
+        grid=(
+            f"(num_rows + {constants['TOKENS'] - 1}) / {constants['TOKENS']}",
+            str(-(-out_size // constants["OUT"])),
+            "heads",
+        ),
+    )
 
 
 def latent_variant(

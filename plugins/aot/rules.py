@@ -23,6 +23,7 @@ RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.max_lead,
     launch_rules.is_verify_step,
     launch_rules.most_verify_rows,
+    launch_rules.fixed_split_length,
     launch_rules.latent_slots,
     launch_rules.latent_key_block,
     launch_rules.min_direct_rows,

@@ -132,6 +132,7 @@ RECORD: dict[str, Any] = {
     "compute_capability": "9.0",
     "plugin_library": "libdflash_trt_plugins.so",
     "collectives": "native",
+    "deterministic": False,
     "flags": ["STRICT", "REFIT"],
     "profiles": [{"name": "decode", "axes": {"rows": [1, 3, 7]}}, {"name": "prefill", "axes": {"rows": [2, 5, 9]}}],
     "num_layers": 17,

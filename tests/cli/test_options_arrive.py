@@ -388,7 +388,7 @@ BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4", "--chat-tem
 BUILD += ["--draft-window", "44"]
 KERNELS = ["--compile-for", "sm_90a,sm_103a"]  # not for plan
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugin-library", "/p"]
-COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]
+COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin", "--deterministic"]
 QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
@@ -407,7 +407,7 @@ BUILT = BuildConfig(
     quantization=QUANTIZATION,
     compile_for=("sm_90a", "sm_103a"),
 )
-BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin")
+BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin", deterministic=True)
 BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugin_library="/p")
 
 

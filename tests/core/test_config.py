@@ -42,6 +42,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "quantization": None,
         "plugin_library": None,
         "collectives": "native",
+        "deterministic": False,
         "compile_for": (),
     }
     assert config.mapping == Mapping()
@@ -70,6 +71,7 @@ def test_a_size_may_reach_its_bounds_and_no_further(name: str, bounds: tuple[int
         ({"draft_window": 9, "backend": "tensorrt_llm"}, "draft_window needs backend torch or tensorrt"),
         ({"dtype": "float16"}, "dtype float16 needs backend tensorrt or tensorrt_llm"),
         ({"collectives": "plugin"}, "collectives plugin needs backend tensorrt"),
+        ({"deterministic": True}, "deterministic needs backend tensorrt; other backends take it where"),
         ({"tp_size": 4, "ep_size": 3}, "ep_size 3 does not divide tp_size 4"),
         ({"attention_dp": True}, "attention_dp needs several ranks: set tp_size to their number"),
         (
@@ -100,6 +102,7 @@ def test_what_cannot_be_built_is_refused(fields: dict[str, Any], said: str) -> N
         {"dtype": "float16", "backend": "tensorrt"},
         {"dtype": "float16", "backend": "tensorrt_llm"},
         {"collectives": "plugin", "backend": "tensorrt"},
+        {"deterministic": True, "backend": "tensorrt"},
         {"max_num_tokens": 8, "max_batch_size": 8},
         {"tp_size": 4, "ep_size": 4},
         {"tp_size": 2, "attention_dp": True},

@@ -148,7 +148,7 @@ def test_what_is_given_stays(pair: EngineDir, root: Path) -> None:
         ("pair", {"num_state_snapshots": 1}, "a target with recurrent layers, found one whose layers all attend"),
         ("pair", {"plugin_library": "p.so"}, "an engine with TensorRT plugins, found one of backend torch"),
         ("tensorrt", {"draft_window": 9}, "an engine of backend torch, found a TensorRT engine"),
-        ("tensorrt", {"deterministic": True}, "an engine of backend torch, found a TensorRT engine"),
+        ("tensorrt", {"deterministic": True}, "a TensorRT engine that was built with it, found one that was not"),
         ("tensorrt", {"device": "cpu"}, "a GPU, for a TensorRT engine, found cpu"),
     ],
 )

@@ -23,6 +23,7 @@ SIZES = {
     "heads_per_kv": (1, 5, 128),
     "head_dim": (64, 80),
     "num_slots": (1, 264),
+    "max_keys": (1, 2048, 2049, 131072),
     "num_multiprocessors": (1, 132),
     "window": (0, 1, 4096),
     "chunk": (0, 1, 8192),

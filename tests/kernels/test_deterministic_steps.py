@@ -51,6 +51,10 @@ def make_hybrid(path: Path) -> Path:
     return make_target(path, family="qwen3_5_text", num_hidden_layers=2, layer_types=layer_types, **HEADS)
 
 
+def make_latents(path: Path) -> Path:
+    return make_target(path, family="deepseek_v3", num_hidden_layers=2, **HEADS)
+
+
 def make_executor(
     root: Path, device: torch.device, *, is_deterministic: bool, make: Callable[[Path], Path] = make_qwen3
 ) -> TorchGpuExecutor:
@@ -126,7 +130,7 @@ def test_batch_mates_drafts_chunks_and_pieces_change_no_bit(tmp_path: Path, devi
     check()
 
 
-@pytest.mark.parametrize("make", [pytest.param(make_gemma4, marks=pytest.mark.slow), make_hybrid])
+@pytest.mark.parametrize("make", [pytest.param(make_gemma4, marks=pytest.mark.slow), make_hybrid, make_latents])
 def test_nor_do_they_over_other_families(tmp_path: Path, device: torch.device, make: Callable[[Path], Path]) -> None:
     executor = make_executor(tmp_path, device, is_deterministic=True, make=make)
     expected = [answers(executor, [index], 0)[0] for index in range(len(PROMPTS))]

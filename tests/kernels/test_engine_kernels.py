@@ -100,6 +100,27 @@ def test_an_engine_without_drafts_writes_the_context_and_reads_none() -> None:
     assert not any("_block_" in name for name in kernels)
 
 
+def test_a_deterministic_engine_has_kernels_with_one_tile_for_each_layer_of_a_rank(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", head_dim=32)
+    make_zlab_drafter(tmp_path / "drafter", target_dir=tmp_path / "target", block_size=4, head_dim=32)
+    fields = {"target": "target", "drafter": "drafter", "backend": "tensorrt", "tp_size": 2, "deterministic": True}
+    config = build_config_from(fields, source="test")
+    kernels = kernels_of_config(config, tmp_path)
+    ours = names(kernels)
+    linears = {name for name in ours if name.startswith("linear_")}
+    ffn, hidden = 96, 64  # of which a rank has half, and half of four heads and two of K and V
+    expected = {(hidden, 4 * 32), (2 * 32, hidden), (hidden, ffn), (ffn // 2, hidden), (hidden, VOCAB_SIZE // 2)}
+    assert linears == {f"linear_bfloat16_plain_{a}x{b}_t64" for a, b in expected}
+    step = {name for name in ours if "_step_" in name and name.startswith("attention")}
+    assert step == {
+        "attention_bfloat16_bfloat16_splits_step_d32_t64_r64",
+        "attention_reduction_bfloat16_splits_step_d32_t64_r64",
+        "attention_plan_step_t64_k128_r64",
+    }
+    plain = names(kernels_of_config(config.model_copy(update={"deterministic": False}), tmp_path))
+    assert not [name for name in plain if name.startswith(("linear_", "rms_norm_")) or "splits" in name]
+
+
 @pytest.mark.parametrize(("vocab_size", "mark"), [(151936, True), (151937, False)])
 def test_the_sampler_is_compiled_for_the_vocabulary_and_k(vocab_size: int, mark: bool) -> None:
     kernels = replace(PAIR, vocab_size=vocab_size, max_draft_len=7).variants()

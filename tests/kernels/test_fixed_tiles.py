@@ -25,6 +25,7 @@ from dflash_trt.kernels.attention_launch import AttentionOptions
 from dflash_trt.kernels.attention_plan import Partition, with_fixed_splits
 from dflash_trt.kernels.attention_tiles import fixed_tile
 from dflash_trt.kernels.capacity import MAX_REQUESTS, request_capacity
+from dflash_trt.kernels.head_product_launch import head_product
 from dflash_trt.kernels.row_codes import FP8, NVFP4
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
@@ -135,6 +136,29 @@ def test_the_same_kernel_with_other_tiles_gives_other_bits(
     monkeypatch.setattr(packed_linear_launch, "tile_tokens", lambda num_rows, **_: usual(num_rows))
     linear = prepare_fixed_linear(make_linear(format_name, torch.float32), torch.float32)
     assert changed_rows(lambda rows: apply_device_linear(Plain(rows), linear), random(NUM_ROWS, IN)) != []
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_product_of_heads_depends_on_no_other_row(dtype: torch.dtype, is_transposed: bool) -> None:
+    heads, in_size, out_size = 3, 40, 24
+    sizes = (out_size, in_size) if is_transposed else (in_size, out_size)
+    factors = random(heads, 5 + sizes[0], sizes[1], dtype=dtype).to(DEVICE)[:, 5:]  # among other rows of the weight
+    x = random(NUM_ROWS, heads, in_size, dtype=dtype).to(DEVICE)
+
+    def compute(rows: Tensor) -> Tensor:
+        out = rows.new_zeros(len(rows), heads, out_size + 8)  # next to what is rotated
+        head_product(rows, factors, out[..., :out_size], is_transposed=is_transposed)
+        return out
+
+    assert changed_rows(compute, x) == []
+    by_heads = factors.mT if is_transposed else factors
+    expected = torch.einsum("nhi,hio->nho", x.double(), by_heads.double()).to(dtype)
+    found = compute(x)
+    torch.testing.assert_close(
+        found[..., :out_size], expected, rtol=2e-3, atol=1e-2 if dtype == torch.float16 else 1e-4
+    )
+    assert not found[..., out_size:].any()
 
 
 def test_without_fixed_tiles_they_follow_the_number_of_rows() -> None:
@@ -259,7 +283,7 @@ def attend(step: Step, tensors: Tensors, splits: FixedSplits) -> Tensor:
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_attention_in_pieces_is_that_of_the_whole_step(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end within a request, and requests begin and end within a piece."""
-    monkeypatch.setattr(attention_fixed, "MIN_SPLIT_LENGTH", 128)
+    monkeypatch.setattr(launch_rules, "MIN_SPLIT_LENGTH", 128)
     monkeypatch.setattr(attention_fixed, "MIN_PIECE_ROWS", 1)
     tensors = make_tensors(step)
     num_keys = tensors.requests.page_table.shape[1] * step.page_size

@@ -9,6 +9,7 @@ from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, TensorRTRecord
 from dflash_trt.executor import opening
 from dflash_trt.executor.opening import _runs_on_gpu, open_executor, resolved_config
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
@@ -162,13 +163,21 @@ def test_prefixes_of_hybrids_are_cached_where_their_states_are_copied(tmp_path, 
     assert config.enable_prefix_caching and config.num_state_snapshots == 3
 
 
-def test_tensorrt_refuses_deterministic_texts_by_name(tmp_path, monkeypatch):
+def test_a_tensorrt_engine_is_deterministic_if_it_was_built_so(tmp_path, monkeypatch):
     target = make_target(tmp_path / "target")
     engine = build(tmp_path, tmp_path / "engine", target=str(target), max_draft_len=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("cuda", "cpu"):
         assert resolved_config(engine, RuntimeConfig(deterministic=True, device=device)).deterministic
-    manifest = engine.manifest.model_copy(update={"backend": "tensorrt"})
-    refusal = r"deterministic: expected an engine of backend torch, found a TensorRT engine\. .* --backend torch"
-    with pytest.raises(ConfigError, match=refusal):
-        resolved_config(replace(engine, manifest=manifest), RuntimeConfig(deterministic=True))
+    record = {"tensorrt_version": "11.4", "gpu_name": "H200", "compute_capability": "9.0", "flags": (), "profiles": ()}
+    record |= {"plugin_library": PLUGIN_LIBRARY_NAME, "num_layers": 1, "build_time_s": 1.0}
+    refusal = r"deterministic: expected a TensorRT engine that was built with it, found one .* with --deterministic\."
+    for is_deterministic in (True, False):
+        tensorrt = TensorRTRecord(**record, deterministic=is_deterministic)
+        manifest = engine.manifest.model_copy(update={"backend": "tensorrt", "tensorrt": tensorrt})
+        compiled, config = replace(engine, manifest=manifest), RuntimeConfig(deterministic=True)
+        if is_deterministic:
+            assert resolved_config(compiled, config).deterministic
+            continue
+        with pytest.raises(ConfigError, match=refusal):
+            resolved_config(compiled, config)

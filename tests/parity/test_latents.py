@@ -15,8 +15,6 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
-from dflash_trt.executor import opening
 from tests.engines import decode, make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.factories import make_target, make_zlab_drafter, read_json, write_json
@@ -91,15 +89,6 @@ def test_prefix_hits_change_no_token(root: Path) -> None:
         assert llm.config.enable_prefix_caching is True
         first, second = (llm.generate([{"prompt_token_ids": LONG[:40]}])[0].token_ids for _ in range(2))
     assert first == second
-
-
-def test_determinism_is_refused_on_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build(root, tp_size=1, overwrite=True)
-    config = RuntimeConfig(deterministic=True)
-    assert opening.resolved_config(engine, config.model_copy(update={"device": "cpu"})).deterministic
-    monkeypatch.setattr(opening, "_resolved_device", lambda *_: "cuda")
-    with pytest.raises(SettingError, match="without latents, or a CPU, found attention over latents on device cuda"):
-        opening.resolved_config(engine, config)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

@@ -1,9 +1,11 @@
 """Inputs of `GatedDelta` nodes, the kernels that a library needs for them, and what a node computes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.core.dtype import dtype_name, torch_dtype
@@ -43,7 +45,7 @@ class DeltaCase:
         tensors = {
             name: randn(NUM_SLOTS, *shape).to(torch_dtype(kind)) for name, (shape, kind) in spec.tensors().items()
         }
-        tensors["keys"] *= 0.3
+        tensors["keys"] = F.normalize(tensors["keys"], dim=-1)
         tensors["decays"] = -tensors["decays"].abs()
         tensors["position"] = torch.tensor(self.positions, dtype=torch.int32)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -89,11 +91,15 @@ CASES = {
 }
 
 
-def kept_state(case: DeltaCase, tensors: list[Tensor]) -> list[Tensor]:
-    """What a next step may read of each slot, and all of the slots that the step does not have; float32."""
+def kept_state(case: DeltaCase, tensors: list[Tensor], *, has_unit_keys: bool = True) -> list[Tensor]:
+    """What a next step may read of each slot, and all of the slots that the step does not have; float32.
+
+    Keys that are no unit vectors become some.
+    """
     kept = []
     counts = dict(zip(case.slot_ids, case.num_rows, strict=True))
-    for name, tensor in zip(state_spec().tensors(), tensors, strict=True):
+    for name, stored in zip(state_spec().tensors(), tensors, strict=True):
+        tensor = F.normalize(stored, dim=-1) if name == "keys" and not has_unit_keys else stored
         for slot in range(NUM_SLOTS):
             count = counts.get(slot, 0)
             num_records = 0 if count > NUM_RECORDS else count
@@ -103,7 +109,9 @@ def kept_state(case: DeltaCase, tensors: list[Tensor]) -> list[Tensor]:
     return [part for part in kept if part.numel()]
 
 
-def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tensor]:
+def run_reference(
+    x: dict[str, Tensor], settings: dict[str, float], *, compute: Callable[..., Tensor] = gated_delta
+) -> list[Tensor]:
     """plugins/README.md in PyTorch: rows of no request get zeros, and requests without rows are left alone."""
     heads, value_dim, num_key_heads = len(x["log_rate"]), len(x["norm"]), int(settings["num_key_heads"])
     net = GatedDelta(
@@ -130,6 +138,6 @@ def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tens
         )
         parameters = DeltaParameters(**{name: x[name] for name in ("conv", "log_rate", "dt_bias", "norm")})
         cache, given = RecurrentCache(tensors, state), (x["qkvz"][:total], x["ba"][:total])
-        out[:total] = gated_delta(*given, parameters, rows, cache, net, settings["eps"])
+        out[:total] = compute(*given, parameters, rows, cache, net, settings["eps"])
         rows.store()
     return [out]

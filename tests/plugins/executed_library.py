@@ -28,6 +28,8 @@ from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import DeltaCase, kept_state
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.expert_cases import ExpertsCase
+from tests.plugins.fixed_cases import FixedCase
+from tests.plugins.fixed_cases import cases as fixed_cases
 from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.latent_cases import LatentCase
 from tests.plugins.node_inputs import (
@@ -161,26 +163,44 @@ def run_experts(library: Any, driver: ExecutingDriver, case: ExpertsCase) -> dic
     }
 
 
-def run_delta(library: Any, driver: ExecutingDriver, case: DeltaCase) -> dict[str, Any]:
+def run_delta(library: Any, driver: ExecutingDriver, case: DeltaCase, node: str) -> dict[str, Any]:
     """The largest difference of results and of the state behind them; also with every third row's decay corrupted.
 
     Records behind the last row of a block, and those of prompts, mean nothing.
     """
     inputs, fields, theirs = case.node()
-    [expected] = reference("GatedDelta", inputs, fields)
-    expected_state = kept_state(case, theirs)
+    [expected] = reference(node, inputs, fields)
+    has_unit_keys = node == "GatedDelta"  # in order, their lengths are computed where they are used
+    expected_state = kept_state(case, theirs, has_unit_keys=has_unit_keys)
     driver.launched.clear()
     inputs, fields, ours = case.node()
-    [found] = library("GatedDelta", inputs, fields)
+    [found] = library(node, inputs, fields)
     launched = list(driver.launched)
-    parts = zip(kept_state(case, ours), expected_state, strict=True)
+    parts = zip(kept_state(case, ours, has_unit_keys=has_unit_keys), expected_state, strict=True)
     inputs, fields, _state = case.node()  # which lives as long as its addresses are used
     inputs["ba"][::3] += 1.0
-    [corrupted] = library("GatedDelta", inputs, fields)
+    [corrupted] = library(node, inputs, fields)
     return {
         "difference": float((found - expected).abs().max()),
         "state": max(float((a - b).abs().max()) for a, b in parts),
         "corrupted": float((corrupted - expected).abs().max()),
+        "launches": launched,
+    }
+
+
+def run_fixed(library: Any, driver: ExecutingDriver, case: FixedCase) -> dict[str, Any]:
+    """The largest difference from PyTorch's, and if rows have other bits alone than among others."""
+    inputs, fields, _owner = case.make()
+    expected = reference(case.node, inputs, fields)
+    inputs, fields, _pages = case.make()
+    driver.launched.clear()
+    found = library(case.node, inputs, fields)
+    launched = list(driver.launched)
+    alone = library(case.node, case.alone(inputs), fields)
+    scale = max(float(x.abs().max()) for x in expected)
+    return {
+        "difference": largest_difference(found, expected) / scale,
+        "has_same_bits": all(torch.equal(a, b[case.rows]) for a, b in zip(alone, found, strict=True)),
         "launches": launched,
     }
 
@@ -270,8 +290,10 @@ def main() -> dict[str, Any]:
         results["spoilt"][name] = compare(library, "AttendDraft", CASES[name], other_fields=other_fields)
     results["spoilt"] |= {name: without_rules(library, name) for name in READ_RULES}
     results["experts"] = {name: run_experts(library, driver, case) for name, case in EXPERT_CASES.items()}
-    results["deltas"] = {name: run_delta(library, driver, case) for name, case in DELTA_CASES.items()}
+    for node in ("GatedDelta", "GatedDeltaInOrder"):
+        results[node] = {name: run_delta(library, driver, case, node) for name, case in DELTA_CASES.items()}
     results["latents"] = {name: run_latents(library, driver, case) for name, case in LATENT_CASES.items()}
+    results["fixed"] = {name: run_fixed(library, driver, case) for name, case in fixed_cases().items()}
     results["errors"] = driver.errors
     results["refusals"] = refusals(library, driver)
     return results

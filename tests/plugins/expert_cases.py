@@ -41,6 +41,7 @@ class ExpertsCase:
     has_factors: bool = False  # of experts, in the rows of down
     input_scales: tuple[float, ...] = ()
     has_bias: bool = False
+    has_fixed_tiles: bool = False
 
     def kernels(self) -> ExpertsKernels:
         def matrix(*, is_down: bool) -> MatrixKernels:
@@ -89,6 +90,7 @@ class ExpertsCase:
             "num_chosen_groups": self.num_chosen_groups,
             "activation": ACTIVATIONS[self.activation],
             "scales_inputs": int(self.scales_inputs),
+            "has_fixed_tiles": int(self.has_fixed_tiles),
             "routing_scale": self.routing_scale,
             "limit": 0.7,
             "alpha": 1.702,
@@ -148,6 +150,7 @@ CASES = {
     "half of the experts": ExpertsCase(form="plain", num_here=4, first_expert=4),
     "tiles of 32": ExpertsCase(form="plain", num_rows=60),
     "tiles of 64": ExpertsCase(form="plain", num_rows=120),
+    "fixed tiles": ExpertsCase(form="plain", num_rows=120, has_fixed_tiles=True),
 }
 
 

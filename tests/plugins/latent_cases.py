@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.kernels.launch_rules import min_direct_rows
+from dflash_trt.kernels.launch_rules import ANY_ROWS, min_direct_rows
 from dflash_trt.kernels.programs import ATTEND_LATENTS
 from plugins.aot.latent_variants import LatentKernels
 from tests.trt.host_memory import view_at
@@ -117,8 +117,11 @@ CASES = {
 }
 
 
-def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tensor]:
-    """plugins/README.md in PyTorch; sums of rows of no request, which a node leaves alone, are zeros."""
+def run_reference(x: dict[str, Tensor], settings: dict[str, float], *, is_in_splits: bool = False) -> list[Tensor]:
+    """plugins/README.md in PyTorch; sums of rows of no request, which a node leaves alone, are zeros.
+
+    In splits all rows are absorbed, and each is a call whose shape its own position decides.
+    """
     page_size, latent_dim, is_fp8 = int(settings["page_size"]), int(settings["latent_dim"]), bool(settings["page_type"])
     q, own = x["q"], x["own"]
     shape = (int(x["page_table"].max()) + 1, page_size, own.shape[1])
@@ -127,7 +130,7 @@ def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tens
     attended = torch.zeros(*q.shape[:2], latent_dim, dtype=q.dtype)
     direct = torch.zeros(*q.shape[:2], x["v_factor"].shape[1], dtype=q.dtype)
     sizes = {"num_rows": len(q), "num_requests": len(x["context_lens"])}
-    least = min_direct_rows(**sizes, num_verify_rows=int(settings["max_verify_rows"]))
+    least = ANY_ROWS if is_in_splits else min_direct_rows(**sizes, num_verify_rows=int(settings["max_verify_rows"]))
     for r, context in enumerate(x["context_lens"].tolist()):
         start, stop = x["token_offsets"][r : r + 2].tolist()
         for t in range(start, stop):
@@ -144,6 +147,11 @@ def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tens
             scores += torch.einsum("qhd,kd->qhk", own_q[..., latent_dim:], keys[:, latent_dim:])
             weights = (scores * settings["score_scale"]).masked_fill(is_hidden, -torch.inf).softmax(2)
             direct[start:stop] = torch.einsum("qhk,khd->qhd", weights, v).to(q.dtype)
+        elif is_in_splits:
+            for t, row in enumerate(own_q):
+                seen = keys[: context + t + 1]
+                weights = ((row @ seen.T) * settings["score_scale"]).softmax(1)
+                attended[start + t] = (weights @ seen[:, :latent_dim]).to(q.dtype)
         else:
             scores = torch.einsum("qhd,kd->qhk", own_q, keys) * settings["score_scale"]
             weights = scores.masked_fill(is_hidden, -torch.inf).softmax(2)

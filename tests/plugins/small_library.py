@@ -14,6 +14,7 @@ from plugins.aot.attention_variants import attention_variants
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.variant import KernelVariant, unique_variants
 from plugins.aot.variants import FLOAT32_TILES, FLOAT_TYPES, LibrarySpec
+from tests.plugins import fixed_cases
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.expert_cases import CASES
 from tests.plugins.latent_cases import CASES as LATENT_CASES
@@ -44,7 +45,8 @@ class SmallLibrarySpec(LibrarySpec):
             tiles=FLOAT32_TILES,
             chunk=CHUNK,
         )
-        return unique_variants([*super().variants(), *experts, *deltas, *chunks, *latents])
+        fixed = fixed_cases.variants(MAX_REQUESTS)
+        return unique_variants([*super().variants(), *experts, *deltas, *chunks, *latents, *fixed])
 
 
 if __name__ == "__main__":

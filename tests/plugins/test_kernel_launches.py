@@ -133,9 +133,12 @@ def test_experts_are_five_launches(results: dict[str, Any], case: str) -> None:
     assert all(variant.startswith(kernel) for variant, kernel in zip(launched, kernels, strict=True))
 
 
+@pytest.mark.parametrize("node", ["GatedDelta", "GatedDeltaInOrder"])
 @pytest.mark.parametrize("case", DELTA_CASES)
-def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(results: dict[str, Any], case: str) -> None:
-    found = results["deltas"][case]
+def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(
+    results: dict[str, Any], case: str, node: str
+) -> None:
+    found = results[node][case]
     assert max(found["difference"], found["state"]) <= DELTA_TOLERANCE
     assert found["corrupted"] > SPOILT
 
@@ -144,13 +147,42 @@ def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(results: dict
 def test_a_delta_net_looks_for_prompts_where_there_may_be_one(results: dict[str, Any], case: str) -> None:
     prompts = [] if case == "a block alone" else ["delta_prompt"]
     kernels = ["convolve", "delta_verify", *prompts, "finish"]
-    launched = results["deltas"][case]["launches"]
+    launched = results["GatedDelta"][case]["launches"]
     assert len(launched) == len(kernels)
     assert all(variant.startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
+    in_order = results["GatedDeltaInOrder"][case]["launches"]
+    assert [name.partition("_float32")[0] for name in in_order] == ["convolve", "delta_in_order", "finish_in_order"]
+
+
+FIXED_LAUNCHES = {
+    "Linear, unquantized": ["linear"],
+    "Linear, fp8": ["quantize_rows", "linear"],
+    "Linear, nvfp4_w4a16": ["linear"],
+    "Linear, int4": ["linear"],
+    "RmsNorm": ["rms_norm"],
+    "HeadProduct": ["head_product"],
+    "AttendInSplits": ["rotate_and_store", "attention_plan", "attention", "attention_reduction"],
+    "AttendLatentsInSplits": ["write_latents", "attention_plan", "latent_attention", "latent_reduction"],
+}
+
+
+@pytest.mark.parametrize("case", FIXED_LAUNCHES)
+def test_nodes_of_deterministic_engines_give_the_same_bits_in_every_step(results: dict[str, Any], case: str) -> None:
+    found = results["fixed"][case]
+    tolerance = EXPERTS_TOLERANCE[case == "Linear, fp8"]  # where activations are rounded
+    assert found["difference"] <= tolerance and found["has_same_bits"]
+    kernels = FIXED_LAUNCHES[case]
+    assert len(found["launches"]) == len(kernels)
+    assert all(name.startswith(f"{kernel}_") for name, kernel in zip(found["launches"], kernels, strict=True))
 
 
 def test_more_rows_take_larger_tiles_of_experts(results: dict[str, Any]) -> None:
-    for case, tile in (("half of the experts", "t16"), ("tiles of 32", "t32"), ("tiles of 64", "t64")):
+    for case, tile in (
+        ("half of the experts", "t16"),
+        ("tiles of 32", "t32"),
+        ("tiles of 64", "t64"),
+        ("fixed tiles", "t16"),
+    ):
         assert all(name.endswith(tile) for name in results["experts"][case]["launches"][1:4])
 
 

@@ -41,6 +41,10 @@ class FakeEngine:
         self.contexts: list[FakeContext] = []
 
     @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    @property
     def num_io_tensors(self) -> int:
         return len(self.tensors)
 

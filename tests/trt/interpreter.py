@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.fixed_shapes import in_vectors
 from tests.trt.quantized_layers import constant_of, dequantize, dynamic_quantize, quantize
 
 TORCH_DTYPES = {
@@ -159,8 +160,9 @@ class NetworkInterpreter:
         return lambda given: [function(given[0])]
 
     def _activation(self, layer: Any) -> Step:
+        """Each number alike wherever it is, as on a GPU."""
         function = {"SIGMOID": torch.sigmoid, "TANH": torch.tanh}[layer.type.name]
-        return lambda given: [function(given[0])]
+        return lambda given: [in_vectors(function, given[0])]
 
     def _select(self, layer: Any) -> Step:
         def select(given: list[Tensor]) -> list[Tensor]:

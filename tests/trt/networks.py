@@ -88,13 +88,14 @@ def define_pair(
     mapping: RankMapping | None = None,
     pages: QuantizationSpec | None = None,
     has_page_groups: bool = False,
+    split_length: int = 0,
 ) -> DefinedStep:
     """The step network of two checkpoints, with one page table unless it `has_page_groups`. `pages` says which are FP8.
 
     The plugin library lacks the `missing` plugins.
     """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
-    spec = replace(spec, quantization=pages, collectives=collectives)
+    spec = replace(spec, quantization=pages, collectives=collectives, split_length=split_length)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
     if has_page_groups:
@@ -102,11 +103,11 @@ def define_pair(
     return define_step(trt, spec, tensors, quantized or {}, missing=missing)
 
 
-def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0) -> DefinedStep:
+def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0, split_length: int = 0) -> DefinedStep:
     """The step network of one rank of an engine directory of the torch backend."""
     config = engine.manifest.pretrained_config
     config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-    spec = network_spec(config, engine.manifest.build_config)
+    spec = replace(network_spec(config, engine.manifest.build_config), split_length=split_length)
     whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}

@@ -13,6 +13,8 @@ from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.fixed_shapes import in_blocks
+from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
 from dflash_trt.backends.torch.logit_rules import adjust_scores
 from dflash_trt.backends.torch.logprobs import score_rows
 from dflash_trt.backends.torch.moe import activated
@@ -50,7 +52,10 @@ class PluginReference:
         named = dict(zip(program.input_names, given, strict=True))
         return getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', node.name).lower()}")(named, node.fields)
 
-    def _attend_pages(self, x, settings):
+    def _attend_in_splits(self, x, settings):
+        return self._attend_pages(x, settings, is_tiled=True)
+
+    def _attend_pages(self, x, settings, *, is_tiled=False):
         num_rows = int(x["token_offsets"][-1])  # rows and requests that pad a step come last, and have no tokens
         num_requests = int((x["token_offsets"].diff() > 0).sum())
         padding = torch.zeros(len(x["q"]) - num_rows, x["q"].shape[1:].numel(), dtype=x["q"].dtype)
@@ -59,12 +64,13 @@ class PluginReference:
         x = x | {name: x[name][:num_rows] for name in ("q", "k", "v", "positions")}  # of k and v, there may be none
         x |= {name: x[name][:num_requests] for name in ("context_lens", "page_table")}
         x["token_offsets"] = x["token_offsets"][: num_requests + 1]
-        plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
+        sizes = {"context_lens": x["context_lens"], "width": 1}
+        plan = self._plan(x, settings, **sizes, has_fixed_shapes=is_tiled)
         pages = _pages(x, settings, like=x["k"])
         attention = AttentionMask(window=_window(settings), chunk=settings["chunk"] or None)
         kv = (None, None) if settings["shares_kv"] else (x["k"], x["v"])
         given = (x["q"], *kv, _scaled(pages, settings))
-        scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
+        scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None, is_tiled=is_tiled)
         return [torch.cat([torch_attention.attend_rows(plan, *given, attention, scores), padding])]
 
     def _attend_draft(self, x, settings):
@@ -157,20 +163,19 @@ class PluginReference:
         is_here = (ids >= 0) & (ids < len(down))
         activation = {number: name for name, number in ACTIVATIONS.items()}[settings["activation"]]
         moe = SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"])
-        return [
-            reference_experts.run_experts(
-                x["x"],
-                gate_up,
-                down,
-                torch.where(is_here, ids, -1),
-                weights,
-                activation=lambda both: activated(both, moe),
-                scales_inputs=bool(settings["scales_inputs"]),
-                biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
-                quantize_input=_rounding(x, settings, "gate_up"),
-                quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),
-            )
-        ]
+        out = reference_experts.run_experts(
+            x["x"].float(),
+            gate_up,
+            down,
+            torch.where(is_here, ids, -1),
+            weights,
+            activation=lambda both: activated(both, moe),
+            scales_inputs=bool(settings["scales_inputs"]),
+            biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
+            quantize_input=_rounding(x, settings, "gate_up"),
+            quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),
+        )
+        return [out.to(x["x"].dtype)]
 
     def _gated_delta(self, x, settings):
         return run_delta(x, settings)
@@ -178,9 +183,37 @@ class PluginReference:
     def _attend_latents(self, x, settings):
         return run_latents(x, settings)
 
-    def _plan(self, x, settings, *, context_lens, width):
+    def _linear(self, x, settings):
+        """In calls of a fixed shape, so that a row depends on no other."""
+        named = {f"weight_{name}": tensor if name == "block_rows" else tensor[None] for name, tensor in x.items()}
+        named |= {"x": x["x"]}
+        fields = {f"weight_{name}": value for name, value in settings.items()}
+        weight = decoded(named, fields, "weight")[0]
+        rows = _rounding(named, fields, "weight")(x["x"].float(), 0, 0)
+        out = in_blocks(lambda block: block @ weight.T, rows)
+        return [(out + x["bias"].float() if settings["has_bias"] else out).to(x["x"].dtype)]
+
+    def _rms_norm(self, x, settings):
+        rows = x["x"].float()
+        normed = rows / (rows.square().mean(-1, keepdim=True) + settings["eps"]).sqrt()
+        return [(normed * x["weight"]).to(x["x"].dtype)]
+
+    def _gated_delta_in_order(self, x, settings):
+        return run_delta(x, settings, compute=gated_delta_in_order)
+
+    def _attend_latents_in_splits(self, x, settings):
+        return run_latents(x, settings, is_in_splits=True)
+
+    def _head_product(self, x, settings):
+        """In calls of a fixed shape, so that a row depends on no other."""
+        by_heads = zip(x["x"].float().unbind(1), x["factor"].float(), strict=True)
+        outs = [in_blocks(lambda block, weight=weight: block @ weight, rows) for rows, weight in by_heads]
+        return [torch.stack(outs, 1).to(x["x"].dtype)]
+
+    def _plan(self, x, settings, *, context_lens, width, has_fixed_shapes=False):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
+        sizes |= {"has_fixed_shapes": has_fixed_shapes}
         return attention_plan.plan_attention(step, window=_window(settings), **sizes)
 
 
@@ -216,7 +249,7 @@ def _rules_of(x, slot):
 
 
 def _bias(x, settings, prefix):
-    bias = x[f"{prefix}_bias"]
+    bias = x[f"{prefix}_bias"].float()
     return bias if settings[f"{prefix}_has_bias"] else torch.zeros(x[f"{prefix}_codes"].shape[:2])
 
 
@@ -251,9 +284,9 @@ def _window(settings):
     return None if settings["window"] == NO_WINDOW else settings["window"]
 
 
-def _scores(settings, *, sinks=None):
+def _scores(settings, *, sinks=None, is_tiled=False):
     softcap = None if settings["softcap"] == NO_SOFTCAP else settings["softcap"]
-    return Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks)
+    return Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks, is_tiled=is_tiled)
 
 
 def _inputs(named):

@@ -112,13 +112,15 @@ def interpreted_ranks(
     num_ranks: int,
     num_pages: int,
     collectives: CollectiveMode = "native",
+    split_length: int = 0,
 ) -> InterpretedRanks:
     """The networks of all ranks of a pair, interpreted."""
     threads = RankThreads(num_ranks)
     executors = []
     for rank in range(num_ranks):
         mapping = RankMapping(world_size=num_ranks, tp_size=num_ranks, rank=rank)
-        defined = define_pair(trt, target, drafter, mapping=mapping, collectives=collectives)
+        options = {"collectives": collectives, "split_length": split_length}
+        defined = define_pair(trt, target, drafter, mapping=mapping, **options)
         step = RankStep(**vars(defined), threads=threads, rank=rank)
         executors.append(InterpretedExecutor(step, num_pages=num_pages))
     return InterpretedRanks(threads, executors)

@@ -129,7 +129,7 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
 
 
 def test_experts_without_triton_are_refused_with_the_way_to_get_it(trt, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "dflash_trt.backends.tensorrt.experts_node", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)
     result = check("--target", config_of(target, tmp_path / "e"), *LIMITS)
     assert result.exit_code == 1

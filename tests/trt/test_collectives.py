@@ -98,6 +98,28 @@ def test_the_networks_of_all_ranks_together_give_one_ranks_tokens(
     assert sum(sum(run.num_accepted) for run in runs) > 0
 
 
+@pytest.mark.parametrize("split_length", [16, 0])
+def test_two_ranks_of_a_deterministic_engine_give_the_same_bits_in_every_step(
+    trt: ModuleType, checkpoints: tuple[Path, Path], split_length: int
+) -> None:
+    """Log probabilities of a request by itself, at several K and chunks, and tokens among others; else they change."""
+
+    def run(samplings: Any, *lengths: int, chunk: int) -> Any:
+        ranks = interpreted_ranks(trt, *checkpoints, num_ranks=2, num_pages=64, split_length=split_length)
+        return trace(ranks, samplings, num_draft_tokens=lengths, chunk=chunk)
+
+    length = 8  # of the tokens that all have
+    expected, [alone] = run(SAMPLED[:1], 0, chunk=14)
+    blocks, _ = run(SAMPLED[:1], 3, chunk=14)
+    chunks, _ = run(SAMPLED[:1], 1, 3, 2, chunk=2)  # the first of two gives a token that nobody takes
+    found = [logprobs(blocks)[:length], logprobs(chunks)[1 : 1 + length]]
+    same = [torch.equal(part, logprobs(expected)[:length]) for part in found]
+    assert all(same) if split_length else not any(same)
+    if split_length:
+        _, runs = run(SAMPLED, 3, 0, 2, chunk=4)
+        assert runs[0].tokens[:length] == alone.tokens[:length]
+
+
 @pytest.mark.parametrize("weight", ["target.layers.1.o", "draft.layers.0.down", "target.lm_head"])
 def test_a_changed_weight_of_one_rank_changes_the_tokens(
     trt: ModuleType, checkpoints: tuple[Path, Path], weight: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.tensorrt.compatibility import mismatches
-from dflash_trt.backends.tensorrt.context import DECODE, MIXED, StepContexts
+from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.backends.tensorrt.module import load_tensorrt
@@ -79,7 +79,7 @@ def test_the_executor_gives_torchs_tokens(trt, pair, pages):
         expected, _ = trace(theirs, samplings, num_draft_tokens=ks)
         found, _ = trace(ours, samplings, num_draft_tokens=ks)
         assert integers(found) == integers(expected)
-    assert min(engine.contexts[DECODE].num_runs, engine.contexts[MIXED].num_runs) > 0
+    assert min(engine.contexts[0].num_runs, engine.contexts[1].num_runs) > 0
 
 
 def test_a_closed_executor_gives_engine_and_pages_back_though_it_is_still_held(trt, pair):
@@ -217,7 +217,7 @@ def test_padding_requests_write_nothing(trt, pair):
         pages[12:] = 42.0
     block = run.verify_part(3)
     run_batch(ours, StepBatch(requests=(block, block, block), num_draft_tokens=3))
-    assert engine.contexts[DECODE].shapes["context_lens"] == (4,)
+    assert engine.contexts[0].shapes["context_lens"] == (4,)
     assert all((pages[12:] == 42.0).all() for pages in ours.pages().values())
 
 

@@ -13,12 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from dflash_trt.backends.cuda.gated_delta import apply_gated_delta
-from dflash_trt.backends.cuda.handles import Value, tensor_of
+from dflash_trt.backends.cuda.handles import Heads, Norm, Value, tensor_of
+from dflash_trt.backends.cuda.latent_attention import attend_latent_in_splits
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.core.model.gated_delta import GatedDelta
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.network.ops import DeltaParameters, Rows
-from dflash_trt.network.state import RecurrentCache
+from dflash_trt.network.state import LatentCache, RecurrentCache
 
 
 class DeterministicGpuOps(TorchGpuOps):
@@ -44,6 +46,23 @@ class DeterministicGpuOps(TorchGpuOps):
         assert self._slots is not None
         given = tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps
         return apply_gated_delta(*given, is_in_order=True)
+
+    def attend_latent(
+        self,
+        q_nope: Value,
+        q_rope: Value,
+        latents: Value,
+        k_rope: Value,
+        kv_b: Value,
+        rows: Rows[Any],
+        cache: LatentCache[Any],
+        mla: Mla,
+    ) -> Tensor:
+        assert isinstance(q_nope, Heads) and isinstance(q_rope, Heads) and isinstance(k_rope, Heads)
+        assert isinstance(latents, Norm) and self._resources.splits is not None
+        memory, workspace = self._resources.latents, self._resources.attention_workspace
+        given = (q_nope, q_rope), (latents, k_rope), tensor_of(kv_b), rows, cache, mla, memory, workspace
+        return attend_latent_in_splits(*given, split_length=self._resources.splits.split_length)
 
     def all_reduce(self, x: Value) -> Tensor:
         """In float32, in the order of the ranks."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.kernels.head_product_launch import head_product
 from dflash_trt.kernels.latent_attention_launch import LatentRotation, attend_latents, store_latents
 from dflash_trt.kernels.latent_chunk_launch import attend_chunks, min_direct_rows
 from dflash_trt.kernels.latent_rules import LatentShape
@@ -73,7 +74,7 @@ def attend_device_latent(
     (piece,) = rows.index[0].pieces
     q_nope = queries[0].x
     num_rows, num_heads, _ = q_nope.shape
-    k_factor, v_factor = kv_b.view(num_heads, -1, mla.latent_dim).split_with_sizes((mla.nope_dim, mla.v_head_dim), 1)
+    k_factor, v_factor = _factors(kv_b, mla)
     absorbed, attended = memory.views(num_rows, shape_of(mla))
     torch.bmm(q_nope.transpose(0, 1), k_factor, out=absorbed[..., : mla.latent_dim].transpose(0, 1))
     least = min_direct_rows(num_rows=num_rows, num_requests=len(rows.context_lens), num_verify_rows=num_verify_rows)
@@ -108,6 +109,52 @@ def attend_device_latent(
             attended=values,
         )
     return values.flatten(1)
+
+
+def attend_latent_in_splits(
+    queries: tuple[Heads, Heads],
+    stored: tuple[Norm, Heads],
+    kv_b: Tensor,
+    rows: Rows[Any],
+    cache: LatentCache[Tensor],
+    mla: Mla,
+    memory: LatentMemory | None,
+    workspace: Tensor,
+    *,
+    split_length: int,
+) -> Tensor:
+    """As `attend_device_latent`, absorbed for all rows: a row's bits depend on its own position and keys alone."""
+    assert memory is not None
+    q_nope = queries[0].x.contiguous()
+    num_rows, num_heads, _ = q_nope.shape
+    k_factor, v_factor = _factors(kv_b, mla)
+    absorbed, attended = memory.views(num_rows, shape_of(mla))
+    head_product(q_nope, k_factor, absorbed[..., : mla.latent_dim])
+    k_scale = (cache.spec.scales or LayerKvScales()).k
+    _store(queries[1], stored, absorbed, None, rows, cache.tensor, k_scale)
+    for piece in rows.index[0].pieces:
+        attend_latents(
+            absorbed[piece.rows],
+            cache.tensor,
+            piece.requests,
+            latent_dim=mla.latent_dim,
+            score_scale=mla.scale,
+            k_scale=k_scale,
+            workspace=workspace,
+            plans=piece.plans,
+            attended=attended[piece.rows],
+            split_length=split_length,
+        )
+    values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
+    head_product(attended, v_factor, values, is_transposed=True)
+    return values.flatten(1)
+
+
+def _factors(kv_b: Tensor, mla: Mla) -> tuple[Tensor, Tensor]:
+    """Of keys [heads, nope_dim, latent_dim], and of values [heads, v_head_dim, latent_dim]."""
+    by_heads = kv_b.view(mla.num_heads, -1, mla.latent_dim)
+    k_factor, v_factor = by_heads.split_with_sizes((mla.nope_dim, mla.v_head_dim), 1)
+    return k_factor, v_factor
 
 
 def _store(

@@ -9,7 +9,6 @@ A GEMM of PyTorch's chooses its kernel, and with it the order of a sum, by the n
 are all computed in our kernel.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Protocol, cast
@@ -19,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.nvfp4 import BlockScaledMatrix, block_scaled_linear, block_scaled_matrix
-from dflash_trt.backends.cuda.packed import FORMS, packed_matrix
+from dflash_trt.backends.cuda.packed import FORMS, packed_matrix, parts_of_one_input
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
-from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, slice_quantized
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.kernels import launch_rules, row_codes
@@ -90,7 +89,7 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
         return linear
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
-    parts = _parts_of_one_input(linear, weight)
+    parts = parts_of_one_input(linear, weight)
     matrices = tuple(block_scaled_matrix(part) or packed_matrix(part) for part in parts)
     return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype))
 
@@ -105,7 +104,7 @@ def prepare_fixed_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[T
     elif is_of_experts(weight):
         return linear
     else:
-        matrices = tuple(packed_matrix(part) for part in _parts_of_one_input(linear, weight))
+        matrices = tuple(packed_matrix(part) for part in parts_of_one_input(linear, weight))
         prepared = DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype, has_fixed_tiles=True)
     return replace(linear, weight=prepared)
 
@@ -133,17 +132,6 @@ def _apply_matrix(
         return packed_linear(activation.value().contiguous(), matrix, has_fixed_tiles=is_fixed)
     form = row_codes.FP8 if matrix.form == launch_rules.FP8 else row_codes.NVFP4
     return packed_linear_of_codes(activation.codes(form, matrix.input_scale), matrix, dtype, has_fixed_tiles=is_fixed)
-
-
-def _parts_of_one_input(linear: Linear[Tensor], weight: QuantizedWeight[Tensor]) -> Iterator[Linear[Tensor]]:
-    """The layer in runs of segments whose activations are quantized with the same scale."""
-    scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
-    start = 0
-    for _, group in groupby(zip(scales, weight.segments, strict=True), key=lambda segment: segment[0]):
-        stop = start + sum(rows for _, rows in group)
-        part = slice_quantized(weight, start, stop, lambda tensor, first, end: tensor[first:end])
-        yield Linear(weight=part, bias=None if linear.bias is None else linear.bias[start:stop])
-        start = stop
 
 
 def _has_fp8_gemm(codes: Tensor) -> bool:

@@ -65,6 +65,7 @@ class GpuResources:
                 )
                 for mixer in targets
             ]
+            workspaces += [splits.allocate_latent_workspace(shape_of(mla), device) for mla in latents]
         most_features = max((mixer.q_size for mixer in mixers), default=0)
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},

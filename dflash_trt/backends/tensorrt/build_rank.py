@@ -76,6 +76,7 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
         raise BuildError.about("plugin library", expected="a file", found=found, hint=LIBRARY_HINT)
     return PlanOptions(
         collectives=config.collectives,
+        deterministic=config.deterministic,
         plugin_library=library,
         timing_cache=default_timing_cache(tensorrt_version=module_version(trt)),
     )
@@ -89,6 +90,7 @@ def record_of(built: BuiltPlan, options: PlanOptions, *, page_windows: tuple[int
         gpu_name=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         compute_capability=options.compute_capability or f"{major}.{minor}",
         collectives=options.collectives,
+        deterministic=options.deterministic,
         page_windows=page_windows,
         plugin_library=PLUGIN_LIBRARY_NAME,
         flags=built.flags,

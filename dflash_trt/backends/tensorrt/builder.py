@@ -22,13 +22,14 @@ from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.tensorrt.plan_stream import write_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.plugins import add_plugin_node
-from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
+from dflash_trt.backends.tensorrt.profiles import Profile, max_keys, profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensor_file import ByteSink
 from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.kernels.launch_rules import fixed_split_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class PlanOptions:
 
     flavor: Flavor = "tensorrt"
     collectives: CollectiveMode = "native"  # for several ranks
+    deterministic: bool = False
     plugin_library: Path | None = None
     timing_cache: Path | None = None
     compute_capability: str | None = None
@@ -94,7 +96,8 @@ def build_plan(
     builder = _make_builder(trt, logger, options)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    spec = replace(spec, collectives=options.collectives)
+    split_length = fixed_split_length(max_keys=max_keys(limits)) if options.deterministic else 0
+    spec = replace(spec, collectives=options.collectives, split_length=split_length)
     add_node = add_plugin_node if has_plugins else add_stub
     define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables, add_node=add_node)
     profiles = step_profiles(spec, limits)

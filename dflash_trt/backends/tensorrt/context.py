@@ -1,5 +1,7 @@
 """TensorRT execution contexts: one per optimization profile, and one per captured graph.
 
+A deterministic engine has one profile for all steps.
+
 A captured graph belongs to the context it was captured from, whose shapes must not change afterwards: later steps of
 another shape could resize what its kernels read (TensorRT's developer guide, "CUDA graphs"). All contexts share one
 block of activation memory, since steps follow each other on one stream.
@@ -15,7 +17,6 @@ from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.tensorrt.buffers import Shapes
 from dflash_trt.core.errors import CapacityError
 
-DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
 _ALIGNMENT: Final = 256  # bytes
 
 
@@ -31,7 +32,9 @@ class Activations:
 
     def __init__(self, engine: Any, *, device: torch.device) -> None:
         """Raises CapacityError when the device has not so much left."""
-        self._sizes = [engine.get_device_memory_size_for_profile_v2(index) for index in (DECODE, MIXED)]
+        self._sizes = [
+            engine.get_device_memory_size_for_profile_v2(index) for index in range(engine.num_optimization_profiles)
+        ]
         try:
             self._memory = torch.empty(max(self._sizes) + _ALIGNMENT, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
@@ -103,21 +106,22 @@ class StepContexts:
         def make(profile_index: int) -> StepContext:
             return StepContext(engine, strategy, profile_index, self.activations, stream)
 
-        self._by_profile = {index: make(index) for index in (DECODE, MIXED)}
-        self._by_shape = {shape: make(DECODE) for shape in captured}
+        # In the order the builder adds them: that of decode steps, if there is one, before that of mixed steps.
+        self._by_profile = [make(index) for index in range(engine.num_optimization_profiles)]
+        self._by_shape = {shape: make(0) for shape in captured}
 
     def of(self, shape: StepShape) -> StepContext:
-        return self._by_shape.get(shape) or self._by_profile[DECODE if shape.is_decode else MIXED]
+        return self._by_shape.get(shape) or self._by_profile[0 if shape.is_decode else -1]
 
     @property
     def captured(self) -> list[StepShape]:
         return list(self._by_shape)
 
     def bind(self, tensors: dict[str, Tensor]) -> None:
-        for context in (*self._by_profile.values(), *self._by_shape.values()):
+        for context in (*self._by_profile, *self._by_shape.values()):
             context.bind(tensors)
 
     def set_shapes(self, shapes: Shapes) -> None:
         """Shapes of inputs that have the same in every step."""
-        for context in (*self._by_profile.values(), *self._by_shape.values()):
+        for context in (*self._by_profile, *self._by_shape.values()):
             context.set_shapes(shapes)

@@ -23,6 +23,12 @@ class LatentOps:
         pairs = layers.reshape(x, (-1, heads, size // 2, 2))
         return layers.reshape(layers.transpose(pairs, (0, 1, 3, 2)), (-1, heads, size))
 
+    def _head_product(self, x: ITensor, factor: ITensor, *, is_transposed: bool = False) -> ITensor:
+        """[N, heads, in] and [heads, in, out] -> [N, heads, out]."""
+        layers = self._layers
+        product = layers.matmul(layers.transpose(x, (1, 0, 2)), factor, is_b_transposed=is_transposed)
+        return layers.transpose(product, (1, 0, 2))
+
     def attend_latent(
         self,
         q_nope: ITensor,
@@ -40,11 +46,10 @@ class LatentOps:
         k_factor = layers.slice(factors, 1, 0, mla.nope_dim)
         v_factor = layers.slice(factors, 1, mla.nope_dim, mla.v_head_dim)
         by_heads = layers.transpose(q_nope, (1, 0, 2))  # [heads, N, nope_dim]
-        absorbed = layers.matmul(by_heads, k_factor)  # [heads, N, latent_dim]
-        q = layers.concat((layers.transpose(absorbed, (1, 0, 2)), q_rope), 2)
+        q = layers.concat((self._head_product(q_nope, k_factor), q_rope), 2)
         own = layers.concat((latents, layers.reshape(k_rope, (-1, mla.rope_dim))), 1)
         given = (q, by_heads), own, (k_factor, v_factor)
         attended, direct = self._lowering.attend_latents(*given, cache, mla.scale)
-        values = layers.matmul(layers.transpose(attended, (1, 0, 2)), v_factor, is_b_transposed=True)
-        heads = layers.binary("SUM", layers.transpose(values, (1, 0, 2)), direct)  # [N, heads, v_head_dim]
+        values = self._head_product(attended, v_factor, is_transposed=True)
+        heads = layers.binary("SUM", values, direct)  # [N, heads, v_head_dim]
         return layers.reshape(heads, (-1, heads.shape[1] * mla.v_head_dim))

@@ -9,9 +9,11 @@ table of their own, `page_table.{window}`.
 
 from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.collectives import make_collectives
+from dflash_trt.backends.tensorrt.deterministic_ops import DeterministicTrtOps
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.ops import RopeTables, TrtOps
@@ -75,6 +77,7 @@ class StepNetworkSpec:
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantizationSpec | None = None
     collectives: CollectiveMode = "native"  # for several ranks
+    split_length: int = 0  # keys of a split of attention in a deterministic engine, else 0
 
     @property
     def has_drafts(self) -> bool:
@@ -231,13 +234,14 @@ def define_step_network(
     page_tables = [given[PAGE_TABLE.name], *(given.pop(table_name(window)) for window in spec.page_windows)]
     inputs: StepInputs[ITensor] = StepInputs(**given)
     [pools] = [_add_input(layers, tensor) for tensor in state_inputs_of(spec)]
-    sizes = {"page_size": spec.page_size, "draft_topk": spec.draft_topk}
+    sizes = {"page_size": spec.page_size, "draft_topk": spec.draft_topk, "split_length": spec.split_length}
     sizes["max_verify_rows"] = 1 + (spec.max_draft_len if spec.has_drafts else 0)
     lowering = PluginLowering(
         layers, inputs, page_tables, pools, spec.states, add_node=add_node, by_slot=by_slot, **sizes
     )
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives, add_node=add_node)
-    ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
+    make_ops = partial(DeterministicTrtOps, rank=spec.mapping.tp_rank) if spec.split_length else TrtOps
+    ops = make_ops(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),

@@ -5,6 +5,7 @@ network is defined; a plugin that the registry lacks is an error that names it.
 """
 
 import ctypes
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -20,21 +21,27 @@ from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
 from dflash_trt.kernels.programs import (
     ATTEND_DRAFT,
+    ATTEND_IN_SPLITS,
     ATTEND_LATENTS,
+    ATTEND_LATENTS_IN_SPLITS,
     ATTEND_PAGES,
     DRAFT_TOKENS,
     EXPERTS,
     GATED_DELTA,
+    GATED_DELTA_IN_ORDER,
+    HEAD_PRODUCT,
+    LINEAR,
     NAMESPACE,
     PREVIOUS_ROWS,
     PROGRAMS,
+    RMS_NORM,
     SAMPLE_AND_ACCEPT,
     SCORE_ROWS,
     VERSION,
     WRITE_DRAFT_CONTEXT,
 )
 from dflash_trt.kernels.programs.program import Program
-from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts, StepInputs
+from dflash_trt.network.ops import Acceptance, DeltaParameters, Linear, StackedExperts, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache
 
@@ -65,6 +72,7 @@ class PluginLowering:
         draft_topk: int,  # per draft; 0 without drafts
         add_node: AddNode,
         by_slot: Mapping[str, ITensor],  # slot_ids, int64 [R], logit rules and token masks
+        split_length: int = 0,  # keys; with one, a row's bits depend on its request alone
     ) -> None:
         self._layers = layers
         self._add_node = add_node
@@ -78,6 +86,7 @@ class PluginLowering:
         self._page_size = page_size
         self._max_verify_rows = max_verify_rows
         self._draft_topk = draft_topk
+        self._split_length = split_length
         self._num_nodes = 0
         self._written: list[ITensor] = []
         self._logits: ITensor | None = None
@@ -96,9 +105,12 @@ class PluginLowering:
         not_read = self._layers.floats([0.0] * num_heads, (num_heads,))
         k, v = kv or (self._row_not_read(cache, q),) * 2
         given = {"q": q, "k": k, "v": v, "sinks": not_read if sinks is None else sinks}
-        fields = {"chunk": gqa.mask.chunk or NO_CHUNK, "max_verify_rows": self._max_verify_rows}
+        fields = _scores(gqa) | {"chunk": gqa.mask.chunk or NO_CHUNK, "max_verify_rows": self._max_verify_rows}
         fields |= {"has_sinks": int(sinks is not None), "shares_kv": int(kv is None)}
-        return self._page_node(ATTEND_PAGES, given, cache, _scores(gqa) | fields)
+        program = ATTEND_PAGES
+        if self._split_length:
+            program, fields = ATTEND_IN_SPLITS, fields | {"split_length": self._split_length}
+        return self._page_node(program, given, cache, fields)
 
     def _row_not_read(self, cache: Cache[ITensor], q: ITensor) -> ITensor:  # F [1, kv_heads, D]
         shape = (1, cache.spec.num_kv_heads, cache.spec.head_dim)
@@ -119,9 +131,17 @@ class PluginLowering:
         zeros for the others.
         """
         given = {"q": queries[0], "own": own, "q_nope": queries[1], "k_factor": factors[0], "v_factor": factors[1]}
-        sizes = {"latent_dim": cache.spec.latent_dim, "max_verify_rows": self._max_verify_rows}
-        attended, direct = self._outputs_over_pages(ATTEND_LATENTS, given, cache, sizes | {"score_scale": score_scale})
+        fields: dict[str, float] = {"latent_dim": cache.spec.latent_dim, "score_scale": score_scale}
+        fields |= {"max_verify_rows": self._max_verify_rows}
+        program = ATTEND_LATENTS
+        if self._split_length:
+            program, fields = ATTEND_LATENTS_IN_SPLITS, fields | {"split_length": self._split_length}
+        attended, direct = self._outputs_over_pages(program, given, cache, fields)
         return attended, direct
+
+    def head_product(self, x: ITensor, factor: ITensor) -> ITensor:  # F [N, heads, I], [heads, I, O]
+        """Each head's rows times its own matrix, with fixed tiles."""
+        return self._node(HEAD_PRODUCT, {"x": x, "factor": factor}, {})[0]
 
     def attend_draft(
         self,
@@ -184,15 +204,24 @@ class PluginLowering:
         fields: dict[str, float] = {"state": self._indices[cache.spec.name], "page_size": self._page_size}
         return self._node(PREVIOUS_ROWS, {"x": x, "state_pools": self._state_pools}, fields)[0]
 
+    def linear(self, x: ITensor, linear: Linear[HostTensor]) -> ITensor:
+        """With fixed tiles. Raises BuildError without Triton, whose kernels say how the weights are packed."""
+        _check_triton("linear layers with --deterministic")
+        from dflash_trt.backends.tensorrt.experts_node import linear_nodes
+
+        nodes = linear_nodes(self._layers, linear, of_f=x)
+        outs = [self._node(LINEAR, given | {"x": x}, fields)[0] for given, fields in nodes]
+        return outs[0] if len(outs) == 1 else self._layers.concat(outs, 1)
+
+    def rms_norm(self, x: ITensor, weight: ITensor, eps: float) -> ITensor:  # F [N, C], float32 [C]
+        return self._node(RMS_NORM, {"x": x, "weight": weight}, {"eps": eps})[0]
+
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[HostTensor], moe: Moe) -> ITensor:
         """Raises BuildError without Triton, whose kernels say how the weights are packed."""
-        try:
-            from dflash_trt.backends.tensorrt.experts_node import experts_node
-        except ImportError as cause:
-            hint = "Install it: pip install 'dflash-trt[kernels]' (on Linux)."
-            expected = "an importable Python package, for the kernels of experts"
-            raise BuildError.about("triton", expected=expected, found=str(cause), hint=hint) from cause
-        given, fields = experts_node(self._layers, experts, moe, of_f=x)
+        _check_triton("experts")
+        from dflash_trt.backends.tensorrt.experts_node import experts_node
+
+        given, fields = experts_node(self._layers, experts, moe, of_f=x, has_fixed_tiles=self._split_length > 0)
         return self._node(EXPERTS, given | {"x": x, "logits": logits}, fields)[0]
 
     def gated_delta(
@@ -207,7 +236,8 @@ class PluginLowering:
         given = {name: getattr(parameters, name) for name in ("conv", "log_rate", "dt_bias", "norm")}
         given |= {"qkvz": qkvz, "ba": ba, "state_pools": self._state_pools, "slot_ids": self._by_slot["slot_ids"]}
         sizes = {"num_records": state.num_records, "num_key_heads": state.num_key_heads, "eps": eps}
-        return self._node(GATED_DELTA, given, {"state": self._indices[state.name]} | sizes)[0]
+        program = GATED_DELTA_IN_ORDER if self._split_length else GATED_DELTA
+        return self._node(program, given, {"state": self._indices[state.name]} | sizes)[0]
 
     def state_outputs(self) -> dict[str, ITensor]:
         """An output that keeps unread writers alive: TensorRT removes a node without a way to an output."""
@@ -241,6 +271,16 @@ class PluginLowering:
         return self._add_node(self._layers, program, name, inputs, fields)
 
 
+def _check_triton(what: str) -> None:
+    """Raises BuildError without it."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as cause:
+        hint = "Install it: pip install 'dflash-trt[kernels]' (on Linux)."
+        expected = f"an importable Python package, for the kernels of {what}"
+        raise BuildError.about("triton", expected=expected, found=str(cause), hint=hint) from cause
+
+
 def add_plugin_node(
     layers: Layers, program: Program, name: str, inputs: Sequence[ITensor], fields: Mapping[str, float]
 ) -> list[ITensor]:
@@ -268,7 +308,7 @@ def make_plugin(trt: Any, program: Program, *, name: str, fields: Mapping[str, f
             "TensorRT plugin",
             expected=wanted,
             found="no loaded library that has it",
-            hint="Make it with scripts/build_plugin of a source checkout and pass it.",
+            hint="Make it with dflash-trt build-plugin and pass it.",
         )
     integers = {key: (ctypes.c_int32 * 1)(int(fields[key])) for key in program.integer_fields}
     reals = {key: (ctypes.c_float * 1)(fields[key]) for key in program.real_fields}

@@ -1,4 +1,4 @@
-"""The two optimization profiles of a step engine: verify blocks only; prefill chunks or mixed steps.
+"""The optimization profiles of a step engine: verify blocks only; prefill chunks or mixed steps.
 
 Pure arithmetic over the build limits; knows no TensorRT.
 """
@@ -49,8 +49,11 @@ class Profile:
         )
 
 
-def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile, Profile]:
-    """`decode` is tuned for a full batch of verify blocks, `mixed` for max_num_tokens."""
+def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile, ...]:
+    """`decode` is tuned for a full batch of verify blocks, `mixed` for max_num_tokens.
+
+    A deterministic engine has `mixed` alone, because TensorRT chooses the kernels of each profile apart.
+    """
     width = spec.max_draft_len + 1 if spec.has_drafts else 1
     batch = limits.max_batch_size
     pages, positions = max_pages_per_sequence(limits), limits.max_seq_len + limits.max_draft_len
@@ -79,7 +82,8 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
         "L": AxisRange(min=1, opt=rows, max=rows + scored),
         "scored": AxisRange(min=1, opt=1, max=rows + scored + 1),
     }
-    return Profile(name="decode", axes=shared | decode), Profile(name="mixed", axes=shared | mixed)
+    every_step = Profile(name="mixed", axes=shared | mixed)
+    return (every_step,) if spec.split_length else (Profile(name="decode", axes=shared | decode), every_step)
 
 
 def max_prompt_scores(limits: EngineLimits) -> int:
@@ -94,3 +98,8 @@ def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 def max_pages_per_sequence(limits: EngineLimits) -> int:
     return -(-(limits.max_seq_len + limits.max_draft_len) // limits.page_size)
+
+
+def max_keys(limits: EngineLimits) -> int:
+    """Positions of a request's pages."""
+    return max_pages_per_sequence(limits) * limits.page_size

@@ -8,23 +8,36 @@ from typing import Final
 
 from dflash_trt.kernels.programs.collectives import ALL_GATHER, ALL_REDUCE
 from dflash_trt.kernels.programs.experts import EXPERTS
-from dflash_trt.kernels.programs.gated_delta import GATED_DELTA
-from dflash_trt.kernels.programs.latents import ATTEND_LATENTS
-from dflash_trt.kernels.programs.pages import ATTEND_DRAFT, ATTEND_PAGES, PREVIOUS_ROWS, WRITE_DRAFT_CONTEXT
+from dflash_trt.kernels.programs.gated_delta import GATED_DELTA, GATED_DELTA_IN_ORDER
+from dflash_trt.kernels.programs.latents import ATTEND_LATENTS, ATTEND_LATENTS_IN_SPLITS, HEAD_PRODUCT
+from dflash_trt.kernels.programs.linear import LINEAR, RMS_NORM
+from dflash_trt.kernels.programs.pages import (
+    ATTEND_DRAFT,
+    ATTEND_IN_SPLITS,
+    ATTEND_PAGES,
+    PREVIOUS_ROWS,
+    WRITE_DRAFT_CONTEXT,
+)
 from dflash_trt.kernels.programs.sampling import DRAFT_TOKENS, SAMPLE_AND_ACCEPT, SCORE_ROWS
 
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "ATTEND_DRAFT",
+    "ATTEND_IN_SPLITS",
     "ATTEND_LATENTS",
+    "ATTEND_LATENTS_IN_SPLITS",
     "ATTEND_PAGES",
     "DRAFT_TOKENS",
     "EXPERTS",
     "GATED_DELTA",
+    "GATED_DELTA_IN_ORDER",
+    "HEAD_PRODUCT",
+    "LINEAR",
     "NAMESPACE",
     "PREVIOUS_ROWS",
     "PROGRAMS",
+    "RMS_NORM",
     "SAMPLE_AND_ACCEPT",
     "SCORE_ROWS",
     "VERSION",
@@ -45,4 +58,10 @@ PROGRAMS: Final = (
     ATTEND_LATENTS,
     ALL_REDUCE,
     ALL_GATHER,
+    LINEAR,
+    RMS_NORM,
+    ATTEND_IN_SPLITS,
+    GATED_DELTA_IN_ORDER,
+    ATTEND_LATENTS_IN_SPLITS,
+    HEAD_PRODUCT,
 )

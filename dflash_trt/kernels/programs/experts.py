@@ -93,7 +93,8 @@ _STAGE: Final = Stage(
     sizes={
         "entries": "N * num_chosen",
         "is_plain": "gate_up_form == PLAIN and down_form == PLAIN",
-        "tokens": "tile_tokens(entries, num_experts, is_float32 == 1 and is_plain == 0)",
+        "tokens": "MIN_TILE_TOKENS if has_fixed_tiles == 1"
+        " else tile_tokens(entries, num_experts, is_float32 == 1 and is_plain == 0)",
         "programs": Constant(name="ROWS", kernel=_ROUTING),
         "capacity": Constant(name="EXPERTS", kernel=_ROUTING),
     },
@@ -156,7 +157,7 @@ EXPERTS: Final = Program(
         *(flag("normalizes"), flag("has_choice_bias")),
         *(FieldRule("num_groups", 1, 4096), FieldRule("num_chosen_groups", 1, 4096)),
         FieldRule("activation", 0, 2),
-        flag("scales_inputs"),
+        *(flag("scales_inputs"), flag("has_fixed_tiles")),
         *_matrix_fields("gate_up"),
         *_matrix_fields("down"),
         *(positive("routing_scale"), positive("limit"), positive("alpha")),

@@ -26,8 +26,13 @@ _VERIFY: Final = Kernel(
 )
 _PROMPT: Final = replace(_VERIFY, name="delta_prompt_kernel")
 _FINISH: Final = replace(
-    _VERIFY, name="finish_kernel", equal={**_VERIFY.equal, "TAPS": "W"}, at_least={"REQUESTS": "R"}
+    _VERIFY,
+    name="finish_kernel",
+    equal={**_VERIFY.equal, "TAPS": "W", "HAS_UNIT_KEYS": "1"},
+    at_least={"REQUESTS": "R"},
 )
+_IN_ORDER: Final = replace(_VERIFY, name="delta_in_order_kernel")
+_FINISH_IN_ORDER: Final = replace(_FINISH, equal={**_FINISH.equal, "HAS_UNIT_KEYS": "0"})
 GATED_DELTA: Final = Program(
     name="GatedDelta",
     inputs=(
@@ -76,5 +81,13 @@ GATED_DELTA: Final = Program(
             Launch(kernel=_PROMPT, when="T > num_records"),
             Launch(kernel=_FINISH),
         ),
+    ),
+)
+# Token by token: a row's bits depend on the tokens before it alone.
+GATED_DELTA_IN_ORDER: Final = replace(
+    GATED_DELTA,
+    name="GatedDeltaInOrder",
+    stage=replace(
+        GATED_DELTA.stage, launches=tuple(Launch(kernel=kernel) for kernel in (_CONVOLVE, _IN_ORDER, _FINISH_IN_ORDER))
     ),
 )

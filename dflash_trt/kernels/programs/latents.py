@@ -1,15 +1,19 @@
 """Multi-head latent attention over pages: absorbed, and direct for prompts that begin in the step."""
 
+from dataclasses import replace
 from typing import Final
 
 from dflash_trt.kernels.programs.pages import (
+    CHECK_GRID,
     CHECK_PAGE_SIZE,
+    CHECK_SPLITS,
     CONTEXT_LENS,
     MAX_VERIFY_ROWS,
     PAGE_FIELDS,
     PAGE_TABLE,
     POSITIONS,
     REQUEST_ARGUMENTS,
+    SPLIT_LENGTH,
     STATE_POOLS,
     TOKEN_OFFSETS,
     check_scale,
@@ -125,4 +129,40 @@ ATTEND_LATENTS: Final = Program(
     ),
     stage=_ABSORBED,
     passes=(_DIRECT,),
+)
+# For engines whose rows have the same bits in every step: absorbed for all rows, in splits of a fixed length.
+ATTEND_LATENTS_IN_SPLITS: Final = replace(
+    ATTEND_LATENTS,
+    name="AttendLatentsInSplits",
+    fields=(SPLIT_LENGTH, *ATTEND_LATENTS.fields),
+    stage=replace(
+        _ABSORBED,
+        sizes={
+            **_ABSORBED.sizes,
+            "work_slots": "tile_capacity * (P * page_size // split_length + 2)",
+            "split_blocks": "split_length // key_block",
+            "min_direct_rows": "ANY_ROWS",
+        },
+        checks=(CHECK_GRID, CHECK_SPLITS),
+        arguments={name: value for name, value in _ABSORBED.arguments.items() if name != "split_blocks"},
+    ),
+    passes=(),
+)
+HEAD_PRODUCT: Final = Program(
+    name="HeadProduct",
+    inputs=(TensorRule("x", "F [N, heads, I]"), TensorRule("factor", "F [heads, I, O]")),
+    outputs=(TensorRule("out", "F [N, heads, O]"),),
+    fields=(),
+    stage=Stage(
+        arguments={"num_rows": "N", "factor_stride": "I * O", "out_stride": "O"},
+        launches=(
+            Launch(
+                kernel=Kernel(
+                    name="head_product_kernel",
+                    types={"x": "F"},
+                    equal={"IN": "I", "OUT_SIZE": "O", "IS_TRANSPOSED": "0"},
+                )
+            ),
+        ),
+    ),
 )

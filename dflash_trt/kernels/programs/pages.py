@@ -202,6 +202,86 @@ ATTEND_PAGES: Final = Program(
         _attention("T", equal=_STEP, when="is_verify_step(T, R, max_verify_rows) == 0", min_rows="max_verify_rows + 1"),
     ),
 )
+SPLIT_LENGTH: Final = FieldRule("split_length", 16, ANY)  # keys
+CHECK_GRID: Final = Check(
+    subject="programs of attention",
+    holds="tile_capacity + work_slots <= MAX_GRID_Y",
+    expected="at most {MAX_GRID_Y}",
+    found="{tile_capacity + work_slots}",
+    hint="Build with a smaller max_num_tokens.",
+)
+CHECK_SPLITS: Final = Check(
+    subject="split_length",
+    holds="split_length % key_block == 0",
+    expected="a multiple of {key_block}",
+    found="{split_length}",
+    hint="Splits are made of whole blocks of keys.",
+)
+_PLANNED: Final = {"HEAD_DIM": "D", "PLANNED": "1", "HAS_BLOCK": "0", "CHUNK": "chunk"}
+_ATTENTION_IN_SPLITS: Final = Kernel(
+    name="attention_kernel",
+    types={"attended": "F", "pages": "pages"},
+    equal=_PLANNED | {"HAS_SOFTCAP": "softcap > 0.0", "FIRST_KEY": "0", "POOLED": "1"},
+    at_least={"REQUESTS": "R"},
+)
+_ATTEND_IN_SPLITS: Final = Stage(
+    sizes={
+        "tile": Constant(name="TILE", kernel=_ATTENTION_IN_SPLITS),
+        "key_block": Constant(name="KEY_BLOCK", kernel=_ATTENTION_IN_SPLITS),
+        "rows_per_tile": "max(1, tile // heads_per_kv)",
+        "tile_capacity": "T // rows_per_tile + R",
+        "work_slots": "tile_capacity * (P * page_size // split_length + 2)",  # a window may touch one split more
+        "split_blocks": "split_length // key_block",
+    },
+    checks=(
+        Check(
+            subject="query heads of a K/V head",
+            holds="heads_per_kv <= tile",
+            expected="at most {tile}",
+            found="{heads_per_kv}",
+            hint="Build the engine without --deterministic.",
+        ),
+        CHECK_GRID,
+        CHECK_SPLITS,
+    ),
+    arguments={"min_rows": "1", "max_rows": "ANY_ROWS", "groups": "kv_heads"},  # groups: as latents call them
+    scratch={
+        "plan": "4 * PLAN_WORDS * (tile_capacity + work_slots)",
+        "partials": "4 * num_partials(tile, kv_heads, D, work_slots)",
+        "partial_stats": "4 * num_stats(tile, kv_heads, work_slots)",
+    },
+    launches=(
+        Launch(
+            kernel=Kernel(
+                name="attention_plan_kernel",
+                equal={"TILE": "tile", "KEY_BLOCK": "key_block", "HAS_BLOCK": "0", "CHUNK": "chunk"},
+                at_least={"REQUESTS": "R"},
+            )
+        ),
+        Launch(kernel=replace(_ATTENTION_IN_SPLITS, sized={"TILE": "tile"})),
+        Launch(
+            kernel=Kernel(
+                name="attention_reduction_kernel",
+                types={"attended": "F"},
+                equal=_PLANNED,
+                sized={"TILE": "tile"},
+                at_least={"REQUESTS": "R"},
+            )
+        ),
+    ),
+)
+# A row's bits depend on its own position and keys alone: splits of a fixed length, and one tile for all rows.
+ATTEND_IN_SPLITS: Final = replace(
+    ATTEND_PAGES,
+    name="AttendInSplits",
+    fields=(SPLIT_LENGTH, *ATTEND_PAGES.fields),
+    passes=(_ATTEND_IN_SPLITS,),
+    stage=replace(
+        ATTEND_PAGES.stage,
+        arguments={name: value for name, value in ATTEND_PAGES.stage.arguments.items() if name != "plan"}
+        | {"num_rows": "T"},
+    ),
+)
 ATTEND_DRAFT: Final = Program(
     name="AttendDraft",
     inputs=(
