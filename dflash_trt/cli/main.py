@@ -16,6 +16,7 @@ import click
 import dflash_trt
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
+from dflash_trt.cli.build_plugin import build_plugin
 from dflash_trt.cli.deploy import deploy
 from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
@@ -78,6 +79,7 @@ def cli() -> None:
 
 
 cli.add_command(build)
+cli.add_command(build_plugin)
 cli.add_command(bench)
 cli.add_command(deploy)
 cli.add_command(doctor)

@@ -165,19 +165,20 @@ def kernels_of_engine(directory: Path, *, is_deterministic: bool = False) -> tup
 
 
 def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
-    """Kernels of an engine that is not built yet; its checkpoints, or their configs alone, are relative to `base_dir`.
+    """Kernels of an engine that is not built yet. Its checkpoints, or their configs alone, are as `build` finds them.
 
     Raises:
         ConfigError: a limit or a foreign config is wrong, or a head_dim that no kernel has.
         CheckpointError: the tensors or tokenizers are, where they are there.
     """
     from dflash_trt.checkpoint.pair import read_pair
+    from dflash_trt.checkpoint.sources import find_checkpoints
     from dflash_trt.compile.limits import resolve_limits
     from dflash_trt.compile.quantized import local_capability, plan_quantization
 
-    drafter = config.drafter_checkpoint
-    paths = (base_dir / config.target, None if drafter is None else base_dir / drafter)
-    pair = read_pair(*paths, drafter_overrides=config.drafter_overrides)
+    sources = find_checkpoints(config, base_dir, needs_tensors=False)
+    config, paths = sources.config, sources.paths
+    pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
     limits, _ = resolve_limits(config, pair.target, pair.draft)
     pretrained = PretrainedConfig(
         target=pair.target,

@@ -797,12 +797,12 @@ def test_a_worker_that_ends_without_a_signal_has_failed(engine_dir, invoke, monk
 def test_every_command_with_options_is_here() -> None:
     """A new command gets a test of its own beside these. `deploy triton` is in tests/triton_server/test_model.py, the
     others of `deploy` are in test_deploy_tensorrt_llm.py, `recipes` in test_recipes.py, `bench serve` in
-    test_bench_serve.py, `show-drafts` in test_show_drafts.py.
+    test_bench_serve.py, `show-drafts` in test_show_drafts.py, `build-plugin` in test_build_plugin.py.
     """
     from dflash_trt.cli.main import cli
 
     known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
-    assert set(cli.commands) == known | {"ranks", "show-drafts"}
+    assert set(cli.commands) == known | {"ranks", "show-drafts", "build-plugin"}
     assert set(bench.commands) == {"host", "machine", "serve", "speedup", "throughput"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"mpi", "slurm", "triton"}

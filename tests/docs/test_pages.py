@@ -14,7 +14,7 @@ LANGUAGES = {"bash", "console", "python", "yaml", "ini", "text"}
 # What commands write, other software has, or a user brings.
 _FOREIGN_PATHS = re.compile(
     r"build/|\.venv|\.triton_server|/v2/|tokenizer/|include/$|OUT/|bin/|rank\d|rank\{r\}|\.NAME|"
-    r"(llm_args|model)\.yaml$|^(target|drafter)/$|"
+    r"(llm_args|model|build)\.yaml$|^(target|drafter)/$|"
     r"(config|provenance|hf_quant_config|results)\.(json|jsonl|jsonl\.partial|md)$|cubins\.bin$|"
     r"(prompts|held_out)\.jsonl$|config\.pbtxt$|CONFIG\.yaml$|triton_backend/|libpython|libcuda|cuda\.h$|NvInferRuntime\.h$|nvcr\.io|"
     r"(lib)?dflash_trt_(kernels|plugin)\.so$|launch_rules\.h$|manifest\.json$|engine/|(convert_checkpoint|quantize|fill_template)\.py$"

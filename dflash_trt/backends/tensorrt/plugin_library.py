@@ -8,9 +8,7 @@ from dflash_trt.backends.tensorrt.plugins import missing_plugins
 from dflash_trt.core.errors import BuildError, DFlashError, problem
 from dflash_trt.kernels.programs import NAMESPACE
 
-LIBRARY_HINT: Final = (
-    "Build it with scripts/build_plugin of a source checkout and pass --plugin-library, or build with --backend torch."
-)
+LIBRARY_HINT: Final = "Build it with dflash-trt build-plugin and pass --plugin-library, or build with --backend torch."
 _loaded: dict[str, str] = {}  # by TensorRT module, whose registry is the process's own: SHA-256 of the library
 
 
