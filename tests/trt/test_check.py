@@ -66,6 +66,17 @@ def test_each_rank_whose_network_differs_is_checked(trt, tmp_path):
     assert "state_pools INT64 [1]" in report["inputs"]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_deterministic_engine_adds_up_nothing_in_tensorrts_own_layers(trt, tmp_path, family):
+    target = make_target(tmp_path / "target", family=family, tokenizer=False)
+    words = ["--backend", "tensorrt", "--deterministic", "--tp-size", 2, "--json"]
+    result = check("--target", config_of(target, tmp_path / "t"), *LIMITS, *words)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert list(report["profiles"]) == ["mixed"]
+    assert not {"MATRIX_MULTIPLY", "REDUCE"} & set(report["layer_counts"])
+
+
 def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
     target = make_target(tmp_path / "hybrid", family="qwen3_5_text", tokenizer=False)
     pair = ["--target", config_of(target, tmp_path / "t")]
