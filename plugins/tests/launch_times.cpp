@@ -65,8 +65,9 @@ void time_launches(void* library, nvinfer1::DataType type, int64_t head_dim)
     std::vector<Node> const prefill = make_nodes(type, false, head_dim, kPrefillTokens);
     for (size_t i = 0; i < verify.size(); ++i)
     {
-        // NCCL's own time; experts of another library's sizes.
-        if (verify[i].is_collective() || (verify[i].name == "Experts" && type != nvinfer1::DataType::kFLOAT))
+        // NCCL's own time; experts and nodes of another library's sizes.
+        bool const is_of_tests = verify[i].name == "Experts" || verify[i].is_deterministic();
+        if (verify[i].is_collective() || (is_of_tests && type != nvinfer1::DataType::kFLOAT))
         {
             continue;
         }

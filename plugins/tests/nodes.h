@@ -23,6 +23,14 @@ struct Node
     std::vector<Tensor> outputs;
     size_t num_launches;
 
+    /// Of an engine that is built with `deterministic`; a served library of another engine has no kernels for it.
+    [[nodiscard]] bool is_deterministic() const
+    {
+        return is_tiled() || name == "RmsNorm" || name == "AttendInSplits" || name == "GatedDeltaInOrder"
+            || name == "AttendLatentsInSplits";
+    }
+    /// A program of the first launch has a tile of rows.
+    [[nodiscard]] bool is_tiled() const { return name == "Linear" || name == "HeadProduct"; }
     [[nodiscard]] bool is_collective() const { return name.rfind("All", 0) == 0; }
 
     [[nodiscard]] Tensor& input(std::string const& wanted)
@@ -48,6 +56,7 @@ constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
 constexpr int64_t kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim;
 constexpr int64_t kLatentDim = 24, kLatentRow = 32; // of tests/plugins/latent_cases.py
 constexpr int64_t kLatentNope = 16, kLatentValue = 12;
+constexpr int64_t kLinear = 48; // output features
 constexpr int64_t kExperts = 8, kHidden = 64, kFfn = 96; // of MXFP4, as one of tests/plugins/expert_cases.py
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
@@ -122,7 +131,8 @@ inline std::vector<Node> make_nodes(
             2},
         {"Experts",
             {{"first_expert", 0}, {"num_chosen", 3}, {"routing", 1}, {"normalizes", 0}, {"has_choice_bias", 0},
-                {"num_groups", 1}, {"num_chosen_groups", 1}, {"activation", 1}, {"scales_inputs", 0}, {"gate_up_form", 3},
+                {"num_groups", 1}, {"num_chosen_groups", 1}, {"activation", 1}, {"scales_inputs", 0}, {"has_fixed_tiles", 0},
+                {"gate_up_form", 3},
                 {"gate_up_has_row_scale", 0}, {"gate_up_has_input_scale", 0},
                 {"gate_up_has_bias", 1}, {"down_form", 3}, {"down_has_row_scale", 0}, {"down_has_input_scale", 0},
                 {"down_has_bias", 1}, {"routing_scale", 1.0F}, {"limit", 7.0F}, {"alpha", 1.702F}},
@@ -144,6 +154,38 @@ inline std::vector<Node> make_nodes(
         {"AttendLatents",
             {state, page_type, {"page_size", 4}, {"latent_dim", int32_t{kLatentDim}}, {"max_verify_rows", int32_t{kWidth}},
                 k_scale, score_scale},
+            {{"q", {num_tokens, kHeads, kLatentRow}, f}, {"own", {num_tokens, kLatentRow}, f},
+                {"q_nope", {kHeads, num_tokens, kLatentNope}, f}, {"k_factor", {kHeads, kLatentNope, kLatentDim}, f},
+                {"v_factor", {kHeads, kLatentValue, kLatentDim}, f}, pools, positions, token_offsets,
+                per_request("context_lens", i32), page_table},
+            {{"attended", {num_tokens, kHeads, kLatentDim}, f}, {"direct", {num_tokens, kHeads, kLatentValue}, f}}, 4},
+        // Of deterministic engines, over pages of F; sizes of tests/plugins/fixed_cases.py.
+        {"Linear", {{"form", 0}, {"has_row_scale", 0}, {"has_input_scale", 0}, {"has_bias", 1}},
+            {{"x", {num_tokens, kHidden}, f}, {"codes", {kLinear, kHidden * (f == f32 ? 4 : 2)}, i8},
+                {"block_scale", {1, 1}, i8}, {"block_rows", {1}, i32}, {"row_scale", {1}, f32},
+                {"input_scale", {1}, f32}, {"bias", {kLinear}, f}},
+            {{"out", {num_tokens, kLinear}, f}}, 1},
+        {"RmsNorm", {{"eps", 1e-6F}}, {{"x", {num_tokens, kHidden}, f}, {"weight", {kHidden}, f32}},
+            {{"normed", {num_tokens, kHidden}, f}}, 1},
+        {"HeadProduct", {},
+            {{"x", {num_tokens, kHeads, kLatentNope}, f}, {"factor", {kHeads, kLatentNope, kLatentDim}, f}},
+            {{"out", {num_tokens, kHeads, kLatentDim}, f}}, 1},
+        {"AttendInSplits",
+            {{"split_length", 128}, state, {"page_type", 0}, {"page_size", 4}, {"window", 0}, {"chunk", 0},
+                {"max_verify_rows", int32_t{kWidth}}, {"has_sinks", 1}, {"shares_kv", 0}, {"k_scale", 1.0F},
+                {"v_scale", 1.0F}, softcap, score_scale},
+            {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
+                positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},
+            {attended(num_tokens)}, 4},
+        {"GatedDeltaInOrder", {{"state", 2}, {"num_records", 4}, {"num_key_heads", int32_t{kKeyHeads}}, {"eps", 1e-6F}},
+            {{"qkvz", {num_tokens, kChannels + kValueHeads * kValueDim}, f}, {"ba", {num_tokens, 2 * kValueHeads}, f},
+                {"conv", {kChannels, kConvSize}, f}, {"log_rate", {kValueHeads}, f32}, {"dt_bias", {kValueHeads}, f32},
+                {"norm", {kValueDim}, f}, {"state_pools", {kDeltaStates}, i64}, per_request("slot_ids", i64),
+                token_offsets, per_request("context_lens", i32)},
+            {{"out", {num_tokens, kValueHeads * kValueDim}, f}}, 3},
+        {"AttendLatentsInSplits",
+            {{"split_length", 16}, state, {"page_type", 0}, {"page_size", 4}, {"latent_dim", int32_t{kLatentDim}},
+                {"max_verify_rows", int32_t{kWidth}}, {"k_scale", 1.0F}, score_scale},
             {{"q", {num_tokens, kHeads, kLatentRow}, f}, {"own", {num_tokens, kLatentRow}, f},
                 {"q_nope", {kHeads, num_tokens, kLatentNope}, f}, {"k_factor", {kHeads, kLatentNope, kLatentDim}, f},
                 {"v_factor", {kHeads, kLatentValue, kLatentDim}, f}, pools, positions, token_offsets,

@@ -95,7 +95,7 @@ void check_other_shapes(Plugin const& plugin, Node const& node)
         for (Node const& other : make_nodes(node.inputs.front().type, false, kHeadDim, num_tokens))
         {
             bool const is_sampling = node.name == "SampleAndAccept" || node.name == "ScoreRows" || node.name == "DraftTokens";
-            if (other.name != node.name || is_sampling) // where T launches nothing
+            if (other.name != node.name || is_sampling || node.is_tiled()) // where T launches nothing of its own
             {
                 continue;
             }

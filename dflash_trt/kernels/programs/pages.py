@@ -202,7 +202,7 @@ ATTEND_PAGES: Final = Program(
         _attention("T", equal=_STEP, when="is_verify_step(T, R, max_verify_rows) == 0", min_rows="max_verify_rows + 1"),
     ),
 )
-SPLIT_LENGTH: Final = FieldRule("split_length", 16, ANY)  # keys
+SPLIT_LENGTH: Final = FieldRule("split_length", 1, ANY)  # keys
 CHECK_GRID: Final = Check(
     subject="programs of attention",
     holds="tile_capacity + work_slots <= MAX_GRID_Y",
