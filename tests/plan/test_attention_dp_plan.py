@@ -123,7 +123,7 @@ def test_a_steady_state_is_what_the_schedulers_make_of_the_load(tmp_path: Path, 
     )
     requests = [LENGTHS.request(index) for index in range(24 * num_requests)]
     load = RequestLoad(requests=requests, concurrency=4 * num_requests)
-    result, executor = simulate(engine, load, EngineWork(engine.pretrained_config, has_drafter=False))
+    result, _ = simulate(engine, load, EngineWork(engine.pretrained_config, has_drafter=False))
     speed = layout.speed(num_requests, 0)
     assert speed.output_tok_per_s == pytest.approx(result.output_tok_per_s, rel=0.15)
     assert speed.tok_per_s_per_user == pytest.approx(result.tok_per_s_per_user, rel=0.2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.errors import ConfigError, RequestError
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.engine_dir import EngineDir
@@ -25,7 +26,8 @@ from tests.scheduler.driver import make_limits, make_request
 from tests.serving.engines import VOCAB_SIZE, run
 from tests.serving.tokenizers import write_byte_level
 
-ENGINE: Any = SimpleNamespace(manifest=SimpleNamespace(backend="torch"))
+_MODELS = SimpleNamespace(mapping=Mapping())
+ENGINE: Any = SimpleNamespace(manifest=SimpleNamespace(backend="torch", pretrained_config=_MODELS))
 FOREIGN: Any = SimpleNamespace(manifest=SimpleNamespace(backend="tensorrt_llm"))
 CONFIG = RuntimeConfig(device="cpu", draft_length=4, overlap_scheduling=False)
 
@@ -123,7 +125,7 @@ def test_an_executor_without_its_engine_is_closed(opened: list[Any], monkeypatch
     def fail(*arguments: Any, **options: Any) -> None:
         raise ValueError("no scheduler")
 
-    monkeypatch.setattr(local_engine, "Scheduler", fail)
+    monkeypatch.setattr(local_engine, "make_scheduler", fail)
     with pytest.raises(ValueError, match="no scheduler"):
         local_engine.open_local_engine(ENGINE, CONFIG)
     assert opened[1:] == ["closed 0"]

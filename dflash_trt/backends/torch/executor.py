@@ -34,12 +34,13 @@ from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.native.slots import NativeSlots
-from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
+from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.logit_rules import RuledSlots
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import (
     ExecutorLimits,
@@ -120,11 +121,8 @@ class TorchExecutor:
             max_draft_len=max_draft_len,
             has_confidence=has_confidence,
         )
-        num_positions = self.limits.max_positions + self.limits.max_draft_len + 1  # a draft block reaches further
         self._dtype = dtype = activation_dtype(network)
-        self._rope_tables = {
-            rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
-        }
+        self._rope_tables = _rope_tables(network, self.limits)
         self._inputs = HostInputs(self.limits)
         self._slots = DeviceSlots(self.limits) if kernels is None else NativeSlots(self.limits, kernels)
         self._shapes = StepShapes(self.limits, _step_shape)
@@ -322,3 +320,11 @@ def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     shape = exact_shape(plan)
     has_wide_table = plan.rows.num_requests * limits.table_width <= _MAX_TABLE_SIZE
     return replace(shape, num_pages=None) if has_wide_table else shape
+
+
+def _rope_tables(network: Network[Tensor], limits: ExecutorLimits) -> dict[Rotary, RopeTable]:
+    num_positions = limits.max_positions + limits.max_draft_len + 1  # a draft block reaches further
+    dtype = activation_dtype(network)
+    return {
+        rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
+    }

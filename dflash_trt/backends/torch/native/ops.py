@@ -127,7 +127,8 @@ class NativeOps(TorchOps):
         self._kernels = kernels
         self._num_threads = torch.get_num_threads()
         super().__init__(inputs, rope_tables, **step)
-        self._programs = programs if self._ranks.num_ranks == 1 else None
+        exchanges = self._ranks.num_ranks > 1 or self._shared_rows is not None
+        self._programs = None if exchanges else programs
 
     def _take_rows(self, inputs: StepInputs[Tensor]) -> None:
         super()._take_rows(inputs)
