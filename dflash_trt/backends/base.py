@@ -17,9 +17,9 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
-from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
 from dflash_trt.kernels.latent_rules import MAX_LATENT_DIM, MAX_ROPE_DIM
 from dflash_trt.kernels.launch_rules import WIDE_HEAD_DIM, WIDE_MAX_GROUP
+from dflash_trt.kernels.launching import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan

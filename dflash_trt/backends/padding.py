@@ -11,7 +11,7 @@ from typing import Final
 
 from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepPlan
 from dflash_trt.core.step_spec import Axis
-from dflash_trt.kernels.capacity import request_capacity
+from dflash_trt.kernels.launching import request_capacity
 
 # With more tokens a step takes the device longer than the host needs to launch it, and padding would cost more than
 # a graph saves.

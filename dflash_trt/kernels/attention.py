@@ -24,9 +24,8 @@ from dflash_trt.kernels.attention_partition import (
     query_row,
     split_and_number,
 )
-from dflash_trt.kernels.attention_queries import for_pages, load_queries
-from dflash_trt.kernels.attention_softmax import absorb, divisor_of, scores_of
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.attention_reduction import absorb, divisor_of, for_pages, load_queries, scores_of
+from dflash_trt.kernels.rope_and_pages import pooled
 
 
 @triton.jit

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.attention_launch import workspace_size
-from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits
-from dflash_trt.kernels.attention_tiles import fixed_tiles
+from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits, fixed_tiles
 from dflash_trt.kernels.latent_rules import LATENT_TILES, LatentShape
 from dflash_trt.kernels.launch_rules import FIXED_SPLITS, MAX_GRID_Y, fixed_split_length
 

@@ -11,27 +11,24 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
-from dflash_trt.kernels.attention_options import AttentionOptions as AttentionOptions
 from dflash_trt.kernels.attention_plan import (
+    TILES,
+    WIDE_MAX_TILE,
     AttentionPlans,
     Partition,
     RequestTensors,
-    key_block,
-    page_run,
-    with_fixed_splits,
-)
-from dflash_trt.kernels.attention_reduction import attention_codes_kernel, attention_reduction_kernel
-from dflash_trt.kernels.attention_tiles import (
-    TILES,
-    WIDE_MAX_TILE,
     attention_options,
     fixed_tile,
     has_full_loop,
+    key_block,
     num_parts,
+    page_run,
     tile_rows,
     tiles_of,
+    with_fixed_splits,
 )
-from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
+from dflash_trt.kernels.attention_plan import AttentionOptions as AttentionOptions
+from dflash_trt.kernels.attention_reduction import attention_codes_kernel, attention_reduction_kernel
 from dflash_trt.kernels.launch_rules import (
     ANY_ROWS,
     NO_CHUNK,
@@ -43,12 +40,11 @@ from dflash_trt.kernels.launch_rules import (
     num_stats,
     work_slots,
 )
+from dflash_trt.kernels.launching import FLOATS, check, check_pages, check_tensor, next_power_of_2, request_capacity
 from dflash_trt.kernels.row_codes_launch import RowCodes
-from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 
 REDUCTION_ROWS = 8
 REDUCTION_STAGES = 4
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETER_MULTIPROCESSORS = 3  # few programs, which the interpreter runs one by one
 
 

@@ -1,17 +1,18 @@
-"""Kernels that join the partial results of a tile's splits; tiles without splits are finished already.
+"""Softmax of the attention kernels: online over blocks of keys, and joined over the splits of a tile.
+
+The kernels here do the latter; tiles without splits are finished already.
 
 Names in grid expressions are as in attention.py.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
+# ruff: noqa: N803, SIM102  (constants of a kernel are upper case; it takes branches one by one)
 
 import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import load_place, load_range, plan_item, query_row, split_and_number
-from dflash_trt.kernels.attention_softmax import divisor_of
-from dflash_trt.kernels.quantize_fp8 import e4m3
+from dflash_trt.kernels.row_codes import e4m3
 
 
 @triton.jit(
@@ -227,3 +228,58 @@ def joined_splits(
         maximum = new_maximum
     divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, in_tile, row, heads_per_kv, has_sinks)
     return output / divisor[:, None]
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def scores_of(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """q [TILE, D] times k [KEYS, D], and the factor that takes them to scores in base 2."""
+    products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        doubled = tl.exp2(products * (scale * (2.0 * LOG2_E) / softcap))
+        products = 1.0 - 2.0 / (1.0 + doubled)
+        scale = softcap
+    return products, scale * LOG2_E
+
+
+@triton.jit
+def absorb(products, factor, v, maximum, total, output):
+    """Online softmax: take in the scores of some keys, -inf where hidden, and their values."""
+    new_maximum = tl.maximum(maximum, tl.max(products, 1) * factor)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen no key yet
+    weights = tl.exp2(products * factor - shift[:, None])
+    decay = tl.exp2(maximum - shift)
+    total = total * decay + tl.sum(weights, 1)
+    output = tl.dot(weights.to(v.dtype), v, output * decay[:, None], input_precision="tf32x3")
+    return new_maximum, total, output
+
+
+@triton.jit
+def divisor_of(maximum, total, sinks, in_tile, row, heads_per_kv, has_sinks):
+    """Divisor of the sum of values: the sum of weights plus the sink's, which has no value.
+
+    has_sinks is 0 or 1. The sink comes last, so that no split of the keys changes the order of the sum.
+    """
+    head = in_tile - row * heads_per_kv
+    sink = tl.load(sinks + head, mask=head < heads_per_kv * has_sinks, other=float("-inf"))
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total += tl.exp2(sink * LOG2_E - shift)
+    return tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def load_queries(rows, is_dim, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        return tl.load(rows)
+    return tl.load(rows, mask=is_dim, other=0.0)
+
+
+@triton.jit
+def for_pages(queries, pages):
+    """Queries in the products' type: FP8 numbers are exact in float16, and convert in few instructions."""
+    if pages.dtype.element_ty == tl.float8e4nv:
+        if queries.dtype == tl.bfloat16:
+            queries = queries.to(tl.float16)
+    return queries

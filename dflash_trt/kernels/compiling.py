@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -85,3 +86,25 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         return found.zero_() if func in _UNWRITTEN else found
+
+
+_HAS_FENCES_SINCE: Final = (3, 9)
+_TCGEN05: Final = range(100, 120)  # architectures whose tensor core reads shared memory through the asynchronous proxy
+
+
+def fenced_stages(num_stages: int, architecture: int) -> int:
+    """`num_stages`, but 1 where Triton omits a fence: SM100 and SM103, before Triton 3.9.
+
+    In loops that load latents ahead there is no fence.proxy.async between cp.async and tcgen05.mma, which then may read
+    stale data (PTX ISA, "Async Proxy"; pytorch/pytorch#181248).
+    """
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return 1 if architecture in _TCGEN05 and version < _HAS_FENCES_SINCE else num_stages
+
+
+@cache
+def active_architecture() -> int:
+    """The architecture that this process compiles kernels for: 90 is SM90; 0 if they are interpreted."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    return int(triton.runtime.driver.active.get_current_target().arch)

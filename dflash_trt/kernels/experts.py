@@ -13,8 +13,7 @@ import triton.language as tl
 
 from dflash_trt.kernels.norm import gelu_tanh
 from dflash_trt.kernels.packed_product import AS_THEY_ARE, product, rows_of_scales
-from dflash_trt.kernels.quantize_fp8 import e4m3
-from dflash_trt.kernels.quantize_nvfp4 import nvfp4
+from dflash_trt.kernels.row_codes import e4m3, nvfp4
 
 SILU, CLAMPED_SWIGLU, GELU_TANH = 0, 1, 2  # ACTIVATION
 HIDDEN_AS_IT_IS, HIDDEN_FP8, HIDDEN_NVFP4 = 0, 1, 2  # HIDDEN: what the product after it reads

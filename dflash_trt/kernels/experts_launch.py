@@ -6,7 +6,6 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.experts import (
     CLAMPED_SWIGLU,
     GELU_TANH,
@@ -19,10 +18,10 @@ from dflash_trt.kernels.experts import (
     expert_sum_kernel,
 )
 from dflash_trt.kernels.launch_rules import FP8, PLAIN
+from dflash_trt.kernels.launching import check_tensor, next_power_of_2
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
 from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, ROUNDED_HERE
 from dflash_trt.kernels.routing_launch import Routing
-from dflash_trt.kernels.tensor_checks import check_tensor
 
 ACTIVATIONS: Final = {"silu": SILU, "clamped_swiglu": CLAMPED_SWIGLU, "gelu_tanh": GELU_TANH}
 GATE_OUT: Final = 64  # features of a program, with their gate and their up row

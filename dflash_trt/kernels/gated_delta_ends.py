@@ -15,9 +15,8 @@ accepted one on. Nothing that `convolve_kernel` and the recurrence read is writt
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.gated_delta_rows import decays_of, inverse_lengths
-from dflash_trt.kernels.rope_and_pages import request_of
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.gated_delta import decays_of, inverse_lengths
+from dflash_trt.kernels.rope_and_pages import pooled, request_of
 
 
 @triton.jit(do_not_specialize=["num_requests", "state_index"])

@@ -12,8 +12,8 @@ where they are used, for records and rows alike.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.gated_delta_rows import decays_of, inverse_length, rates_of
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.gated_delta import decays_of, inverse_length, rates_of
+from dflash_trt.kernels.rope_and_pages import pooled
 
 
 @triton.jit(do_not_specialize=["state_index"])

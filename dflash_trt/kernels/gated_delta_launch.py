@@ -9,12 +9,10 @@ from torch import Tensor
 
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.state_spec import Recurrent
-from dflash_trt.kernels.attention_launch import FLOATS
-from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.gated_delta import delta_prompt_kernel, delta_verify_kernel
 from dflash_trt.kernels.gated_delta_ends import convolve_kernel, finish_kernel
 from dflash_trt.kernels.gated_delta_in_order import delta_in_order_kernel
-from dflash_trt.kernels.tensor_checks import check_tensor
+from dflash_trt.kernels.launching import FLOATS, check_tensor, next_power_of_2, request_capacity
 
 MIN_BLOCK: Final = 16  # rows, and features: the least that a tensor core takes
 CHUNK: Final = 32  # rows of a prompt in one block

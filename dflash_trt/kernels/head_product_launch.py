@@ -5,9 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.attention_launch import FLOATS
 from dflash_trt.kernels.head_product import head_product_kernel
-from dflash_trt.kernels.tensor_checks import check, check_tensor
+from dflash_trt.kernels.launching import FLOATS, check, check_tensor
 
 TOKENS: Final = 64
 OUT: Final = 64

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import load_place, load_range, query_row, split_and_number
-from dflash_trt.kernels.attention_queries import for_pages
-from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.attention_reduction import LOG2_E, absorb, for_pages
+from dflash_trt.kernels.rope_and_pages import pooled
 
 
 @triton.jit

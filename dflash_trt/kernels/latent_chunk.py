@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import load_range
-from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
+from dflash_trt.kernels.attention_reduction import LOG2_E, absorb
 from dflash_trt.kernels.latent_attention import is_direct, load_columns
 
 
 @triton.jit
 def is_state(state_pools, state_index):
-    """An address of 0 is none: see state_pools.py."""
+    """An address of 0 is none: see rope_and_pages.py."""
     return tl.load(state_pools + state_index) != 0
 
 

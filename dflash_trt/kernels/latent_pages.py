@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.latent_attention import is_direct
-from dflash_trt.kernels.quantize_fp8 import e4m3
-from dflash_trt.kernels.rope_and_pages import cos_and_sin, request_of, rotated
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.rope_and_pages import cos_and_sin, pooled, request_of, rotated
+from dflash_trt.kernels.row_codes import e4m3
 
 
 @triton.jit

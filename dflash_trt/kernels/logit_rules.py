@@ -7,7 +7,7 @@
 
 Tokens of a slot are stored by position, the step's tokens included; a row reads the tokens before it. Masks are as in
 `core.step_plan.TokenMasks`; `row_masks` has the number of each row's mask, from 1 on, or 0.
-Launching is in `logit_rules_launch.py`.
+Launching is in `sampling_launch.py`.
 """
 
 # mypy: ignore-errors

@@ -6,7 +6,7 @@ With `codes` the result is written there, as `quantize_rows` would make them fro
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel, sigmoid_mul_kernel
 from dflash_trt.kernels.row_codes import AS_THEY_ARE
 from dflash_trt.kernels.row_codes_launch import RowCodes

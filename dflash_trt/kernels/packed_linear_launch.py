@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.launch_rules import PLAIN
+from dflash_trt.kernels.launching import check_tensor
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
 from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES
 from dflash_trt.kernels.row_codes_launch import RowCodes
-from dflash_trt.kernels.tensor_checks import check_tensor
 
 TOKEN_TILES: Final = (16, 32, 64)
 FIXED_TOKENS: Final = TOKEN_TILES[-1]  # in place of the smallest tile that holds all rows: a chunk needs the reuse

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
-from dflash_trt.kernels.tensor_checks import check, check_tensor
+from dflash_trt.kernels.launching import FLOATS, check, check_tensor
 
-FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_IN: Final = 128  # an FP8 block has one scale for as many columns
 _CODES: Final[dict[int, tuple[torch.dtype, ...]]] = {
     PLAIN: FLOATS,

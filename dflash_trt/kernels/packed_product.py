@@ -13,8 +13,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN  # FORM
-from dflash_trt.kernels.quantize_fp8 import fp8
-from dflash_trt.kernels.quantize_nvfp4 import nvfp4
+from dflash_trt.kernels.row_codes import fp8, nvfp4
 
 AS_THEY_ARE, ROUNDED_HERE, CODES = range(3)  # INPUT: activations in F, in F to be quantized, as codes of the format
 

@@ -10,8 +10,7 @@ in `paged_rows_launch.py`.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.rope_and_pages import request_of
-from dflash_trt.kernels.state_pools import pooled
+from dflash_trt.kernels.rope_and_pages import pooled, request_of
 
 
 @triton.jit

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.attention_plan import RequestTensors
-from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
+from dflash_trt.kernels.launching import check, check_tensor, next_power_of_2, request_capacity
 from dflash_trt.kernels.paged_rows import last_rows_kernel, previous_rows_kernel
-from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 MAX_BLOCK: Final = 1024  # columns of a program
 ROW_WARPS: Final = 4

@@ -167,3 +167,20 @@ def _kept_masses(logits, row, tokens, vocab_size, largest, degree, threshold, ma
     x = tl.load(logits + row.to(tl.int64) * vocab_size + tokens, mask=is_in, other=float("-inf")).to(tl.float32)
     e = tl.exp(tl.div_rn(x - largest, degree))
     return tl.where(is_kept(e, threshold), e, 0.0)
+
+
+@triton.jit(do_not_specialize=["mask_token_id", "width"])
+def draft_block_kernel(
+    bonus_tokens,  # int32 [R]
+    next_context_lens,  # int32 [R]
+    token_ids,  # int32 [R, width]: [bonus, MASK ..]
+    positions,  # int32 [R, width]: from next_context_lens on
+    mask_token_id,
+    width,
+    WIDTH: tl.constexpr,
+):
+    request = tl.program_id(0)
+    slots = tl.arange(0, WIDTH)
+    tokens = tl.where(slots == 0, tl.load(bonus_tokens + request), mask_token_id)
+    tl.store(token_ids + request * width + slots, tokens, mask=slots < width)
+    tl.store(positions + request * width + slots, tl.load(next_context_lens + request) + slots, mask=slots < width)

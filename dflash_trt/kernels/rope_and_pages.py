@@ -10,8 +10,6 @@ kept. Which rows may touch a page is decided on the device.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.state_pools import pooled
-
 HALF_PI_INVERSE = tl.constexpr(0.6366197723675814)
 # pi / 2 in three parts, the first two of 8 bits: a multiple of them taken off an angle below MAX_POSITIONS in one fused
 # operation leaves no rounding error.
@@ -288,3 +286,9 @@ def draft_context_kernel(
     v_rows = k_rows + (1 << page_shift) * row_size
     store_heads(k_rows, first, second, head, kv_heads, tl.load(k_scales + layer), HEAD_DIM, HEAD_DIM, HALF)
     store_heads(v_rows, v_first, v_second, head, kv_heads, tl.load(v_scales + layer), HEAD_DIM, HEAD_DIM, HALF)
+
+
+@triton.jit
+def pooled(state_pools, state_index, POINTER: tl.constexpr):
+    """The start of a state's pages as a pointer of type `POINTER`, at a multiple of 16 bytes."""
+    return tl.multiple_of(tl.load(state_pools + state_index).to(POINTER), 16)

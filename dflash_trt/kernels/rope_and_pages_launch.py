@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.attention_launch import FLOATS
 from dflash_trt.kernels.attention_plan import RequestTensors
-from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
+from dflash_trt.kernels.launching import FLOATS, check, check_pages, check_tensor, next_power_of_2, request_capacity
 from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel
-from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 2

@@ -6,17 +6,15 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.launch_rules import MAX_TILE_TOKENS, MID_TILE_TOKENS, MIN_TILE_TOKENS, max_tiles, tile_tokens
+from dflash_trt.kernels.launching import FLOATS, check, check_tensor, next_power_of_2
 from dflash_trt.kernels.routing import SIGMOID_TOP_K, SOFTMAX_TOP_K, TOP_K_SOFTMAX, routing_kernel
-from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 RouterKind = Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
 KINDS: Final = {"softmax_top_k": SOFTMAX_TOP_K, "top_k_softmax": TOP_K_SOFTMAX, "sigmoid_top_k": SIGMOID_TOP_K}
 TOKEN_TILES: Final = (MIN_TILE_TOKENS, MID_TILE_TOKENS, MAX_TILE_TOKENS)
 FIXED_TOKENS: Final = MIN_TILE_TOKENS  # in place of `tile_tokens`: verify blocks have few rows of an expert
 MAX_EXPERTS: Final = 1024
-FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_SCORES: Final = 4096  # per program
 _MAX_ROWS: Final = 16
 

@@ -9,9 +9,6 @@ For the kernels that compute activations a row at a time. `formats/fp8.py` and `
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.quantize_fp8 import e4m3
-from dflash_trt.kernels.quantize_nvfp4 import nvfp4
-
 # RESULT. NVFP4_TILED has its block scales where cuBLAS reads them: see `scale_offsets`.
 AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED = range(4)
 
@@ -74,3 +71,84 @@ def scale_offsets(row, blocks, num_blocks, IS_TILED: tl.constexpr):
         return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + blocks % 4
     else:
         return row * num_blocks + blocks
+
+
+_E2M1_MAX = tl.constexpr(6.0)
+_MIN_BLOCK_SCALE = tl.constexpr(2.0**-9)
+_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def nvfp4(value, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """float32 [ROWS, COLUMNS], float32 -> codes uint8 [ROWS, COLUMNS / 2], float32 block scales.
+
+    The block scales [ROWS, COLUMNS / 16] are numbers of E4M3.
+    """
+    blocks = tl.reshape(value, (ROWS, COLUMNS // _BLOCK, _BLOCK))
+    largest = tl.max(tl.abs(blocks), axis=2)
+    wanted = tl.div_rn(largest, _E2M1_MAX * scale + tl.zeros_like(largest))
+    wanted = tl.where(wanted == 0.0, 1.0, tl.maximum(wanted, _MIN_BLOCK_SCALE))
+    block_scale = round_e4m3(wanted)
+    divisor = block_scale * scale
+    scaled = quotient(blocks, divisor[:, :, None], tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)[:, :, None])
+    pairs = tl.reshape(_e2m1(scaled), (ROWS, COLUMNS // 2, 2))
+    low, high = tl.split(pairs)
+    return (low | (high << 4)).to(tl.uint8), block_scale
+
+
+@triton.jit
+def _e2m1(value):
+    """To nearest, ties to the even code; saturates."""
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    return tl.where(value < 0.0, code + 8, code)
+
+
+_E4M3_MAX = tl.constexpr(448.0)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
+_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)  # adding it leaves multiples of 2^-9, E4M3's smallest step
+
+
+@triton.jit
+def quantize_fp8_kernel(
+    x,  # F [num_elements]
+    scale,  # float32 [1]
+    codes,  # float8_e4m3fn [num_elements]
+    num_elements,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < num_elements, other=0.0).to(tl.float32)
+    tl.store(codes + at, e4m3(value, tl.load(scale)).to(codes.dtype.element_ty), mask=at < num_elements)
+
+
+@triton.jit
+def e4m3(value, scale):
+    """value / scale as E4M3 has it, still in float32."""
+    return round_e4m3(tl.div_rn(value, scale + tl.zeros_like(value)))
+
+
+@triton.jit
+def fp8(value, scale, inverse):
+    """value / scale in E4M3, with `inverse` = 1 / scale: for kernels that quantize as they go."""
+    value = quotient(value, scale, inverse)
+    return tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def quotient(value, scale, inverse):
+    """value / scale, correctly rounded if `inverse` is (Markstein), in three instructions, not thirty."""
+    guess = value * inverse
+    return tl.fma(tl.fma(-guess, scale + tl.zeros_like(value), value), inverse + tl.zeros_like(value), guess)
+
+
+@triton.jit
+def round_e4m3(value):
+    """To nearest even, saturating, still in float32."""
+    value = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX)
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits of mantissa
+    subnormal = (value + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER
+    return tl.where(tl.abs(value) < _SMALLEST_NORMAL, subnormal, normal)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
-from dflash_trt.kernels.row_codes import FP8, NVFP4_TILED, quantize_rows_kernel
+from dflash_trt.kernels.row_codes import FP8, NVFP4_TILED, quantize_fp8_kernel, quantize_rows_kernel
 
 BLOCK = 1024
 TILE_ROWS, TILE_BLOCKS = 128, 4  # tile of block scales, with NVFP4_TILED
@@ -66,4 +65,16 @@ def quantize_rows(x: Tensor, form: int, scale: Tensor) -> RowCodes:
         num_warps=4,
         enable_fp_fusion=True,
     )
+    return codes
+
+
+FP8_BLOCK = 2048
+
+
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:  # F, float32 [1] -> float8_e4m3fn
+    """e4m3(x / scale), x contiguous and of any shape."""
+    assert x.is_contiguous()
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    num_blocks = -(-x.numel() // FP8_BLOCK)
+    quantize_fp8_kernel[(num_blocks,)](x, scale, codes, x.numel(), BLOCK=FP8_BLOCK, num_warps=4, enable_fp_fusion=True)
     return codes

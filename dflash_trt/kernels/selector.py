@@ -6,7 +6,8 @@
     merge_candidates  [rows]         the `TOP_K` largest of a row, and their tokens
     walk              [requests]     slot by slot the candidate that best follows the previous one
 
-A logit and its token are one integer (`rankings.py`). Launching is in `selector_launch.py`.
+A logit and its token are one integer (`sampling_rows.py`). The convolution over the slots is in float32 and rounded
+once, when stored. Launching is in `selector_launch.py`.
 """
 
 # mypy: ignore-errors
@@ -15,9 +16,9 @@ A logit and its token are one integer (`rankings.py`). Launching is in `selector
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.draft_topk import topk_probs_of
+from dflash_trt.kernels.argmax import topk_probs_of
 from dflash_trt.kernels.philox import DRAFTS, noise_of_tokens
-from dflash_trt.kernels.rankings import NO_RANKING, logit_and_token, ranking_of
+from dflash_trt.kernels.sampling_rows import NO_RANKING, logit_and_token, ranking_of
 
 
 @triton.jit
@@ -111,3 +112,34 @@ def walk_kernel(
         best = tl.minimum(tl.min(tl.where(is_best, place, TOP_K), axis=0), TOP_K - 1)
         previous = tl.sum(tl.where(place == best, tokens, 0), axis=0)
         tl.store(token_ids + row, previous)
+
+
+# The filters of one side of a sublayer begin anywhere in a row of both.
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["filters"])
+def block_conv_kernel(
+    x,  # F [R * num_slots, hidden_size]
+    filters,  # F, R * num_slots rows of [TAPS, groups], filter_stride apart
+    base,  # F [TAPS, hidden_size]
+    out,  # F [R * num_slots, hidden_size]
+    filter_stride,
+    num_slots,
+    hidden_size,
+    GROUP_SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (R * num_slots, ceil(hidden_size / BLOCK))."""
+    row = tl.program_id(0)
+    slot = row % num_slots
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = channels < hidden_size
+    own_filters = filters + row.to(tl.int64) * filter_stride + channels // GROUP_SIZE
+    own_row = x + row.to(tl.int64) * hidden_size + channels
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        if tap <= slot:  # zeros stand before slot 0
+            coefficient = tl.load(base + tap * hidden_size + channels, mask=is_in, other=0.0).to(tl.float32)
+            group = own_filters + tap * (hidden_size // GROUP_SIZE)
+            coefficient += tl.load(group, mask=is_in, other=0.0).to(tl.float32)
+            total += coefficient * tl.load(own_row - tap * hidden_size, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * hidden_size + channels, total.to(out.dtype.element_ty), mask=is_in)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels import selector
-from dflash_trt.kernels.capacity import MAX_CANDIDATES, next_power_of_2
-from dflash_trt.kernels.tensor_checks import check, check_tensor
+from dflash_trt.kernels.launching import FLOATS, MAX_CANDIDATES, check, check_tensor, launch, next_power_of_2
+from dflash_trt.kernels.selector import block_conv_kernel
 
 TILE: Final = 4096  # logits per program
-FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 MAX_KEYS: Final = 4096  # numbers of a codebook that the walk reads at once
 SELECTOR_GRIDS: Final = {  # by name without "_kernel", in the order of the launches
     "tile_candidates": ("num_rows", "num_tiles", "1"),
@@ -62,27 +61,28 @@ def select_tokens(
         "rank": rank,
     } | dict(zip(REQUEST_COLUMNS, requests, strict=True))
     sizes = {"num_rows": num_rows, "num_tiles": num_tiles, "num_requests": num_requests}
+    constants = selector_constants(vocab_size=vocab_size, top_k=top_k, rank=rank)
     for name, grid in SELECTOR_GRIDS.items():
-        kernel = getattr(selector, f"{name}_kernel")
-        constants = selector_constants(name, vocab_size=vocab_size, top_k=top_k, rank=rank)
-        given = {key: arguments[key] for key in kernel.arg_names if key not in constants}
-        kernel[tuple(sizes.get(size, 1) for size in grid)](
-            **given, **constants, num_warps=SELECTOR_WARPS[name], enable_fp_fusion=name not in SYMMETRIC
+        launch(
+            getattr(selector, f"{name}_kernel"),
+            tuple(sizes.get(size, 1) for size in grid),
+            arguments,
+            constants,
+            num_warps=SELECTOR_WARPS[name],
+            has_fp_fusion=name not in SYMMETRIC,
         )
     return token_ids, candidates, draft_topk_probs
 
 
-def selector_constants(name: str, *, vocab_size: int, top_k: int, rank: int) -> dict[str, int]:
+def selector_constants(*, vocab_size: int, top_k: int, rank: int) -> dict[str, int]:
     candidates = next_power_of_2(top_k)
-    known = {
+    return {
         "TILE": TILE,
         "TOP_K": top_k,
         "RANKINGS": next_power_of_2(-(-vocab_size // TILE) * top_k),
         "CANDIDATES": candidates,
         "RANKS": min(next_power_of_2(rank), MAX_KEYS // candidates),
     }
-    kernel: Any = getattr(selector, f"{name}_kernel")
-    return {key: known[key] for key in kernel.arg_names if key in known}
 
 
 def _check(logits: Tensor, hidden: Tensor, codebooks: tuple[Tensor, Tensor], num_requests: int, top_k: int) -> None:
@@ -97,3 +97,48 @@ def _check(logits: Tensor, hidden: Tensor, codebooks: tuple[Tensor, Tensor], num
     check(is_whole, "logits", expected=f"as many rows for each of {num_requests}", found=num_rows, hint="K each.")
     most = min(MAX_CANDIDATES, vocab_size)
     check(0 < top_k <= most, "top_k", expected=f"1 to {most}", found=top_k, hint="`unsupported` refuses more.")
+
+
+MAX_BLOCK: Final = 1024  # channels of a program
+CONV_WARPS: Final = 4
+
+
+def block_conv(
+    x: Tensor,  # F [R*S, H]
+    filters: Tensor,  # F [R*S, J * groups]; rows may be further apart
+    base: Tensor,  # F [1, J, H]
+    *,
+    num_slots: int,  # S
+) -> Tensor:
+    """See `Ops.block_conv`; one launch."""
+    num_rows, hidden_size = x.shape
+    num_taps = base.shape[1]
+    check_tensor("x", x, dtype=FLOATS, shape=[None, None])
+    check_tensor(
+        "filters", filters, dtype=x.dtype, shape=[num_rows, None], row_stride_is_free=True, may_be_unaligned=True
+    )
+    check_tensor("base", base, dtype=x.dtype, shape=[1, None, hidden_size])
+    num_groups, uneven = divmod(filters.shape[1], num_taps)
+    is_even = num_rows % num_slots == 0 and not uneven and num_groups > 0 and hidden_size % num_groups == 0
+    expected = f"whole blocks of {num_slots} slots, and {num_taps} filters for each group of {hidden_size} channels"
+    check(is_even, "filters", expected=expected, found=list(filters.shape), hint="See `Ops.block_conv`.")
+    out = torch.empty_like(x)
+    constants = block_conv_constants(hidden_size, num_groups=num_groups, num_taps=num_taps)
+    block_conv_kernel[(num_rows, -(-hidden_size // constants["BLOCK"]))](
+        x,
+        filters,
+        base,
+        out,
+        filters.stride(0),
+        num_slots,
+        hidden_size,
+        **constants,
+        num_warps=CONV_WARPS,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def block_conv_constants(hidden_size: int, *, num_groups: int, num_taps: int) -> dict[str, int]:
+    block = min(MAX_BLOCK, next_power_of_2(hidden_size))
+    return {"GROUP_SIZE": hidden_size // num_groups, "TAPS": num_taps, "BLOCK": block}

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import FileCacheManager, triton_key
 
 from dflash_trt.core.kernel_archive import KernelArchive, KernelIndex, is_kernel_file
-from dflash_trt.kernels.loop_stages import active_architecture
+from dflash_trt.kernels.compiling import active_architecture
 
 
 class _CompilerOnly:

@@ -4,7 +4,7 @@
     tile_top  [rows, tiles]  a tile's largest logits and their columns, its maximum, and the sum of its exponentials
     row_top   [rows]         the largest of all tiles, ties by smaller column, less the logarithm of the row's sum
 
-Launching is in `top_logprobs_launch.py`.
+Launching is in `sampling_launch.py`.
 """
 
 # mypy: ignore-errors

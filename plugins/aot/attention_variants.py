@@ -7,11 +7,19 @@ import torch
 from dflash_trt.kernels.attention import attention_kernel
 from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES, attention_constants
 from dflash_trt.kernels.attention_partition import attention_plan_kernel
-from dflash_trt.kernels.attention_plan import PLAN_WARPS, key_block, page_run
+from dflash_trt.kernels.attention_plan import (
+    PLAN_WARPS,
+    TILES,
+    attention_options,
+    has_full_loop,
+    key_block,
+    num_parts,
+    page_run,
+    tiles_of,
+)
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
-from dflash_trt.kernels.attention_tiles import TILES, attention_options, has_full_loop, num_parts, tiles_of
-from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.kernels.launch_rules import NO_CHUNK
+from dflash_trt.kernels.launching import request_capacity
 from plugins.aot.variant import KernelVariant, pointer
 
 

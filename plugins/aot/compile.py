@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dflash_trt.core.errors import BuildError, ConfigError
-from dflash_trt.kernels.loop_stages import fenced_stages
+from dflash_trt.kernels.compiling import fenced_stages
 from plugins.aot.variant import KernelVariant
 
 # Shared memory of one block, opted in. CUDA C++ Programming Guide, technical specifications per compute capability.

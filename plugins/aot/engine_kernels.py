@@ -19,7 +19,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
-from dflash_trt.kernels import attention_tiles
+from dflash_trt.kernels import attention_plan
 from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
@@ -144,8 +144,8 @@ class EngineKernels:
         dtype = torch_dtype(self.dtype)
         if layer.is_drafter or not self.is_deterministic:
             return {"tiles": _tiles(dtype, layer)}
-        known = attention_tiles.tiles_of(head_dim=layer.head_dim, dtype=dtype, page_dtype=torch_dtype(layer.page_dtype))
-        return {"tiles": (attention_tiles.fixed_tile(layer.heads_per_kv, known),), "is_split_fixed": True}
+        known = attention_plan.tiles_of(head_dim=layer.head_dim, dtype=dtype, page_dtype=torch_dtype(layer.page_dtype))
+        return {"tiles": (attention_plan.fixed_tile(layer.heads_per_kv, known),), "is_split_fixed": True}
 
 
 def kernels_of_engine(directory: Path, *, is_deterministic: bool = False) -> tuple[EngineKernels, tuple[str, ...]]:

@@ -10,7 +10,6 @@ from typing import Final, Literal
 import torch
 
 from dflash_trt.core.dtype import FloatDType, torch_dtype
-from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel, expert_sum_kernel
 from dflash_trt.kernels.experts_launch import (
     DOWN_OUT,
@@ -24,6 +23,7 @@ from dflash_trt.kernels.experts_launch import (
     widens_weights,
 )
 from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN, tile_tokens
+from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
 from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, RouterKind, routing_constants, routing_warps

@@ -14,14 +14,12 @@ from dflash_trt.core.dtype import DType, FloatDType, dtype_name, torch_dtype
 from dflash_trt.kernels import latent_attention_launch as launch
 from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
-from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.head_product import head_product_kernel
 from dflash_trt.kernels.head_product_launch import NUM_STAGES as HEAD_PRODUCT_STAGES
 from dflash_trt.kernels.head_product_launch import NUM_WARPS as HEAD_PRODUCT_WARPS
 from dflash_trt.kernels.head_product_launch import head_product_constants
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
-from dflash_trt.kernels.latent_chunk import latent_chunk_kernel, latent_kv_kernel
-from dflash_trt.kernels.latent_chunk_launch import (
+from dflash_trt.kernels.latent_attention_launch import (
     CHUNK_WARPS,
     KV_WARPS,
     chunk_constants,
@@ -29,9 +27,11 @@ from dflash_trt.kernels.latent_chunk_launch import (
     kv_constants,
     kv_stages,
 )
+from dflash_trt.kernels.latent_chunk import latent_chunk_kernel, latent_kv_kernel
 from dflash_trt.kernels.latent_pages import write_latents_kernel
 from dflash_trt.kernels.latent_rules import LatentShape
 from dflash_trt.kernels.launch_rules import NO_CHUNK
+from dflash_trt.kernels.launching import next_power_of_2, request_capacity
 from dflash_trt.kernels.rope_and_pages_launch import NUM_WARPS
 from plugins.aot.attention_variants import attention_plan_variant
 from plugins.aot.variant import KernelVariant, pointer

@@ -19,7 +19,7 @@ from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.kernels import launch_rules
-from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.norm import rms_norm_kernel
 from dflash_trt.kernels.norm_launch import norm_warps
 from dflash_trt.kernels.packed_linear import packed_linear_kernel

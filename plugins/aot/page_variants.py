@@ -4,7 +4,7 @@ pass them.
 
 import torch
 
-from dflash_trt.kernels.capacity import request_capacity
+from dflash_trt.kernels.launching import request_capacity
 from dflash_trt.kernels.paged_rows import previous_rows_kernel
 from dflash_trt.kernels.paged_rows_launch import ROW_WARPS, row_block
 from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel

@@ -1,21 +1,25 @@
 """Variants of the kernels that sample and draft, to compile ahead of time: what their launchers pass."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels import argmax, logit_rules, logit_rules_launch, top_logprobs, top_logprobs_launch
-from dflash_trt.kernels.argmax_launch import DRAFT_WARPS, draft_constants
+from dflash_trt.kernels.launching import constants_of
 from dflash_trt.kernels.sampling_launch import (
-    SAMPLING_WARPS,
+    NUM_WARPS,
+    RULE_CONSTANTS,
+    UNFUSED,
+    WARPS,
     SamplingInputs,
     SamplingOutputs,
+    draft_constants,
+    kernel_of,
     sampling_constants,
-    sampling_kernel,
+    score_constants,
     workspace_shapes,
 )
 from dflash_trt.kernels.sampling_scratch import DRAFT_GRIDS, DRAFT_SCRATCH, RULE_GRIDS, SAMPLING_GRIDS, SCORE_GRIDS
@@ -27,94 +31,68 @@ DRAFT_TOPK: Final = 32  # of a draft, at most: no drafter of the library's has m
 def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
     """The launches of `sample_and_accept`, in order. Grids use num_requests, num_rows = num_requests * width and
     num_tiles = ceil(vocab_size / TILE); `max_width` is the largest K + 1."""
-    return tuple(
-        KernelVariant(
-            name=name,
-            kernel=sampling_kernel(name),
-            signature=_signature(name, dtype, vocab_size),
-            constexprs=sampling_constants(name, vocab_size=vocab_size, width=max_width),
-            num_warps=SAMPLING_WARPS[name],
-            num_stages=1,
-            grid=grid,
-        )
-        for name, grid in SAMPLING_GRIDS.items()
-    )
+    types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
+    types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
+    types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
+    types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
+    types |= dict.fromkeys(("emitted_logprobs", "draft_topk_probs"), pointer(torch.float32))
+    types |= {"logits": pointer(dtype)} | dict.fromkeys(("width", "num_tiles", "draft_topk"), "i32")
+    types["vocab_size"] = _size(vocab_size)
+    return _variants(SAMPLING_GRIDS, types, sampling_constants(vocab_size=vocab_size, width=max_width))
 
 
 def rule_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
-    """The launches of `logit_rules_launch`, in order; grids as above."""
+    """The launches of `adjusted_scores` and `write_raw_logprobs`, in order; grids as above."""
     floats = ("scores", "penalties", "bias_values", "emitted_logprobs")
     types = dict.fromkeys(floats, pointer(torch.float32)) | dict.fromkeys(("width", "max_positions"), "i32")
     types |= {"logits": pointer(dtype), "slot_ids": pointer(torch.int64), "vocab_size": _size(vocab_size)}
-    variants = []
-    for name, grid in RULE_GRIDS.items():
-        kernel: Any = getattr(logit_rules, f"{name}_kernel")
-        constants = logit_rules_launch.CONSTANTS[name]
-        variants.append(
-            KernelVariant(
-                name=name,
-                kernel=kernel,
-                signature={
-                    key: types.get(key, pointer(torch.int32)) for key in kernel.arg_names if key not in constants
-                },
-                constexprs=constants,
-                num_warps=logit_rules_launch.NUM_WARPS,
-                num_stages=1,
-                has_fp_fusion=False,  # a penalty is rounded before it is subtracted
-                grid=grid,
-            )
-        )
-    return tuple(variants)
+    return _variants(RULE_GRIDS, types, RULE_CONSTANTS, otherwise=pointer(torch.int32))
 
 
 def score_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
-    """The launches of `top_logprobs_launch.score_rows` with tokens, in order; grids as above, of the scored rows."""
+    """The launches of `score_rows` with tokens, in order; grids as above, of the scored rows."""
     longs, integers = pointer(torch.int64), pointer(torch.int32)
     types = {"logits": pointer(dtype), "vocab_size": _size(vocab_size), "rows": longs, "tokens": longs}
     types |= dict.fromkeys(("columns", "top_tokens"), integers) | dict.fromkeys(("num_top", "num_tiles"), "i32")
-    variants = []
-    for name, grid in SCORE_GRIDS.items():
-        kernel: Any = getattr(top_logprobs, f"{name}_kernel")
-        known = top_logprobs_launch.constants(vocab_size, has_tokens=True)
-        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
-        names = [key for key in kernel.arg_names if key not in constants]
-        variants.append(
-            KernelVariant(
-                name=name,
-                kernel=kernel,
-                signature={key: types.get(key, pointer(torch.float32)) for key in names},
-                constexprs=constants,
-                num_warps=top_logprobs_launch.NUM_WARPS,
-                num_stages=1,
-                has_fp_fusion=False,
-                grid=grid,
-            )
-        )
-    return tuple(variants)
+    constants = score_constants(vocab_size, has_tokens=True)
+    return _variants(SCORE_GRIDS, types, constants, otherwise=pointer(torch.float32))
 
 
 def draft_variants(
     dtype: torch.dtype, *, vocab_size: int, has_map: bool, draft_topk: int = DRAFT_TOPK
 ) -> tuple[KernelVariant, ...]:
-    """The launches of `argmax_launch.draft_tokens`, in order; grids as above. `has_map`: of a draft vocabulary."""
+    """The launches of `draft_tokens`, in order; grids as above. `has_map`: of a draft vocabulary."""
     values, integers, longs = (pointer(of) for of in (torch.float32, torch.int32, torch.int64))
     types = dict.fromkeys(("draft_stream", "next_context_lens", "token_ids", "next_draft_topk_ids"), integers)
     types |= {scratch.name: pointer(torch_dtype(scratch.dtype)) for scratch in DRAFT_SCRATCH}
     types |= {"logits": pointer(dtype), "temperature": values, "seed": longs, "draft_to_target": longs}
     types |= {"next_draft_topk_probs": values, "vocab_size": _size(vocab_size)}
     types |= dict.fromkeys(("num_slots", "num_tiles", "draft_topk"), "i32")
+    constants = draft_constants(vocab_size=vocab_size, has_map=has_map, draft_topk=draft_topk)
+    return _variants(DRAFT_GRIDS, types, constants)
+
+
+def _variants(
+    grids: Mapping[str, tuple[str, str, str]],
+    types: Mapping[str, str],  # by argument
+    constants: Mapping[str, int],
+    *,
+    otherwise: str | None = None,  # the type of arguments that `types` does not name
+) -> tuple[KernelVariant, ...]:
     variants = []
-    for name, grid in DRAFT_GRIDS.items():
-        kernel: Any = getattr(argmax, f"{name}_kernel")
-        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map, draft_topk=draft_topk)
+    for name, grid in grids.items():
+        kernel = kernel_of(name)
+        own = constants_of(kernel, constants)
+        names = [key for key in kernel.arg_names if key not in own]
         variants.append(
             KernelVariant(
                 name=name,
                 kernel=kernel,
-                signature={key: types[key] for key in kernel.arg_names if key not in constants},
-                constexprs=constants,
-                num_warps=DRAFT_WARPS[name],
+                signature={key: types[key] if otherwise is None else types.get(key, otherwise) for key in names},
+                constexprs=own,
+                num_warps=WARPS.get(name, NUM_WARPS),
                 num_stages=1,
+                has_fp_fusion=name not in UNFUSED,
                 grid=grid,
             )
         )
@@ -147,18 +125,6 @@ def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
         parts.append("v16")
     parts += [f"{name.lower()}{variant.constexprs[name]}" for name in ("TILES", "WIDTH") if name in variant.constexprs]
     return "_".join(parts)
-
-
-def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:
-    constants = sampling_constants(name, vocab_size=vocab_size, width=1)
-    types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
-    types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
-    types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
-    types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
-    types |= dict.fromkeys(("emitted_logprobs", "draft_topk_probs"), pointer(torch.float32))
-    types |= {"logits": pointer(dtype)} | dict.fromkeys(("width", "num_tiles", "draft_topk"), "i32")
-    types["vocab_size"] = _size(vocab_size)
-    return {key: types[key] for key in sampling_kernel(name).arg_names if key not in constants}
 
 
 def _size(vocab_size: int) -> str:

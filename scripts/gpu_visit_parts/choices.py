@@ -14,7 +14,7 @@ from dflash_trt.backends.cuda.linear import Plain, apply_device_linear, prepare_
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import weight_format
 from dflash_trt.kernels import attention_launch
-from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.kernels.row_codes_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
 from gpu_visit_parts.kernel_case import Call, Kernel
 from gpu_visit_parts.kernels import decode_attention

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dflash_trt.kernels import attention_launch, norm_launch, quantize_fp8_launch
+from dflash_trt.kernels import attention_launch, norm_launch, row_codes_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store
 from gpu_visit_parts.delta_nets import delta_net_kernels
@@ -181,7 +181,7 @@ def _row_kernels(num_rows: int) -> Iterator[Kernel]:
 
     def quantize() -> Call:
         x, scale = _tokens(num_rows, SETTING.hidden), torch.ones(1, device=SETTING.device)
-        return lambda: quantize_fp8_launch.quantize_fp8(x, scale)
+        return lambda: row_codes_launch.quantize_fp8(x, scale)
 
     def store() -> Call:
         qkv = _tokens(num_rows, (SETTING.heads + 2 * SETTING.kv_heads) * SETTING.head_dim)
@@ -231,7 +231,7 @@ def _linears(num_rows: int) -> Iterator[Kernel]:
             one = torch.ones(1, device=SETTING.device)
 
             def call() -> object:
-                codes = quantize_fp8_launch.quantize_fp8(x, one)
+                codes = row_codes_launch.quantize_fp8(x, one)
                 return torch._scaled_mm(codes, weight.t(), scale_a=one, scale_b=one, out_dtype=SETTING.dtype)
 
             return call

@@ -8,7 +8,7 @@ import torch
 
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, StepSampling
-from dflash_trt.kernels import argmax_launch, sampling_launch
+from dflash_trt.kernels import sampling_launch
 from gpu_visit_parts.kernel_case import Call, Kernel
 from gpu_visit_parts.setting import SETTING
 
@@ -28,7 +28,7 @@ def _draft_kernels(num_rows: int) -> Iterator[Kernel]:
         request = torch.zeros(1, dtype=torch.int64, device=SETTING.device)
         degree, streams = torch.full((1,), temperature, device=SETTING.device), request.int() + stream
         columns, draft_topk = (degree, request, streams, request.int()), min(DRAFT_TOPK, SETTING.vocab)
-        return lambda: argmax_launch.draft_tokens(logits, *columns, draft_topk=draft_topk)
+        return lambda: sampling_launch.draft_tokens(logits, *columns, draft_topk=draft_topk)
 
     def argmax_torch() -> Call:
         logits = torch.randn((num_rows, SETTING.vocab), dtype=SETTING.dtype, device=SETTING.device)

@@ -8,8 +8,7 @@ import torch
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.rejection import sample_topk
 from dflash_trt.kernels import norm_launch
-from dflash_trt.kernels.argmax_launch import draft_tokens
-from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
+from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, draft_tokens, sample_and_accept
 from tests.kernels import reference_norm, reference_sampling
 from tests.kernels.rejection_drafts import with_rejection_sampling
 from tests.kernels.test_argmax_kernels import shared_drafts

@@ -2,8 +2,9 @@
 
 import torch
 
-from dflash_trt.kernels import block_conv_launch, paged_rows, paged_rows_launch, selector, selector_launch
-from dflash_trt.kernels.block_conv import block_conv_kernel
+from dflash_trt.kernels import paged_rows, paged_rows_launch, selector, selector_launch
+from dflash_trt.kernels.launching import constants_of
+from dflash_trt.kernels.selector import block_conv_kernel
 from plugins.aot.page_variants import previous_rows_variant
 from plugins.aot.variant import KernelVariant, pointer
 
@@ -27,25 +28,26 @@ TYPES |= dict.fromkeys((*SIZES, "filter_stride", "hidden_size"), "i32")
 def block_conv_variant(dtype: torch.dtype, *, hidden_size: int, group_size: int, num_taps: int) -> KernelVariant:
     """The grid uses num_rows."""
     num_groups = hidden_size // group_size
-    constants = block_conv_launch.block_conv_constants(hidden_size, num_groups=num_groups, num_taps=num_taps)
+    constants = selector_launch.block_conv_constants(hidden_size, num_groups=num_groups, num_taps=num_taps)
     return _variant(
         "block_conv",
         block_conv_kernel,
         dtype,
         constants,
         grid=("num_rows", str(-(-hidden_size // constants["BLOCK"])), "1"),
-        num_warps=block_conv_launch.CONV_WARPS,
+        num_warps=selector_launch.CONV_WARPS,
     )
 
 
 def selector_variants(dtype: torch.dtype, *, vocab_size: int, top_k: int, rank: int) -> list[KernelVariant]:
     """In the order of their launches. Grids use num_requests, num_rows and num_tiles."""
+    constants = selector_launch.selector_constants(vocab_size=vocab_size, top_k=top_k, rank=rank)
     return [
         _variant(
             name,
             getattr(selector, f"{name}_kernel"),
             dtype,
-            selector_launch.selector_constants(name, vocab_size=vocab_size, top_k=top_k, rank=rank),
+            constants_of(getattr(selector, f"{name}_kernel"), constants),
             grid=selector_launch.SELECTOR_GRIDS[name],
             num_warps=selector_launch.SELECTOR_WARPS[name],
         )

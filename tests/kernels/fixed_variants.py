@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES, attention_constants
+from dflash_trt.kernels.attention_plan import fixed_tile, has_full_loop
 from dflash_trt.kernels.attention_reduction import attention_codes_kernel
-from dflash_trt.kernels.attention_tiles import fixed_tile, has_full_loop
 from dflash_trt.kernels.packed_linear_launch import FIXED_TOKENS
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.variant import KernelVariant, pointer

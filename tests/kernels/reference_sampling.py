@@ -67,7 +67,7 @@ def draft_tokens(
     next_context_lens: Tensor,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """See `argmax_launch.draft_tokens`; NaN is below every number."""
+    """See `sampling_launch.draft_tokens`; NaN is below every number."""
     num_slots = len(logits) // len(temperature)
     targets = torch.arange(logits.shape[1]) if draft_to_target is None else draft_to_target.cpu()
     tokens = []

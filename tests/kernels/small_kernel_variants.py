@@ -3,12 +3,11 @@
 import torch
 
 from dflash_trt.kernels import row_copies_launch
-from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel
 from dflash_trt.kernels.norm_launch import GATED_BLOCK, norm_warps
-from dflash_trt.kernels.quantize_fp8 import quantize_fp8_kernel
-from dflash_trt.kernels.quantize_fp8_launch import BLOCK
-from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
+from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED, quantize_fp8_kernel
+from dflash_trt.kernels.row_codes_launch import FP8_BLOCK
 from dflash_trt.kernels.row_copies import copy_row_kernel
 from plugins.aot.variant import KernelVariant, pointer
 
@@ -70,10 +69,10 @@ def quantize_variant(dtype: torch.dtype) -> KernelVariant:
         name="quantize_fp8",
         kernel=quantize_fp8_kernel,
         signature=signature,
-        constexprs={"BLOCK": BLOCK},
+        constexprs={"BLOCK": FP8_BLOCK},
         num_warps=4,
         num_stages=1,
-        grid=(f"(num_elements + {BLOCK - 1}) / {BLOCK}", "1", "1"),
+        grid=(f"(num_elements + {FP8_BLOCK - 1}) / {FP8_BLOCK}", "1", "1"),
     )
 
 

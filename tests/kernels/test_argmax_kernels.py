@@ -9,7 +9,7 @@ import torch
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import argmax
 from dflash_trt.kernels.argmax import combine_argmax_kernel
-from dflash_trt.kernels.argmax_launch import draft_tokens
+from dflash_trt.kernels.sampling_launch import draft_tokens
 from dflash_trt.kernels.sampling_scratch import PIECES, TILE
 from dflash_trt.network.ops import Acceptance
 from tests.kernels import reference_sampling

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash_trt.kernels.attention_plan import Partition, RequestTensors, write_plan
-from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
+from dflash_trt.kernels.launching import request_capacity
 
 TILE, KEY_BLOCK = 16, 16
 

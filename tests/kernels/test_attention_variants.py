@@ -11,7 +11,7 @@ import torch
 
 from dflash_trt.kernels import attention_launch, attention_plan, rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import allocate_workspace, work_slots, workspace_size
-from dflash_trt.kernels.attention_tiles import TILES, tile_rows, tiles_of
+from dflash_trt.kernels.attention_plan import TILES, tile_rows, tiles_of
 from dflash_trt.kernels.rope_and_pages_launch import stack_draft_layers, store_draft_context
 from plugins.aot.attention_variants import attention_plan_variant, attention_variants
 from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dflash_trt.backends.torch import dflash2 as torch_dflash2
 from dflash_trt.kernels import selector
-from dflash_trt.kernels.block_conv_launch import block_conv
-from dflash_trt.kernels.selector_launch import TILE, select_tokens
+from dflash_trt.kernels.selector_launch import TILE, block_conv, select_tokens
 from dflash_trt.network.ops import Codebooks
 from dflash_trt.network.proposal import Proposal
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.rejection import sample_topk
-from dflash_trt.kernels import draft_topk as draft_topk_kernels
-from dflash_trt.kernels.argmax_launch import draft_tokens
+from dflash_trt.kernels import argmax
+from dflash_trt.kernels.sampling_launch import draft_tokens
 from dflash_trt.kernels.sampling_scratch import PIECES, TILE
 from tests.kernels.test_sampling_kernels import ignores_infinities
 from tests.kernels_on import KERNELS_ON
@@ -152,7 +152,7 @@ def test_other_requests_of_the_step_are_drafted_as_without_these(
     assert greedy[0][NUM_SLOTS:].tolist() == blocks.logits[NUM_SLOTS:].argmax(dim=1).tolist()
     assert greedy[0][:NUM_SLOTS].tolist() == mixed[0][:NUM_SLOTS].tolist() and not greedy[2].any()
     if KERNELS_ON == "interpreter":
-        monkeypatch.setattr(draft_topk_kernels, "ranking_of", refuse)
+        monkeypatch.setattr(argmax, "ranking_of", refuse)
         assert blocks.found()[0].tolist() == greedy[0].tolist()
         blocks.temperature[1] = 1.0
         with pytest.raises(Exception, match="draft_topk_ids of a draft that has none"):

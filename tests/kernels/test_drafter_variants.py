@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_trt.kernels import block_conv_launch, paged_rows_launch, selector
+from dflash_trt.kernels import paged_rows_launch, selector, selector_launch
 from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.selector_launch import TILE, select_tokens
 from plugins.aot.variant import KernelVariant
@@ -28,9 +28,9 @@ def assert_are_launched(variants: Sequence[KernelVariant], recorders: Sequence[R
 
 def test_the_variants_of_dflash2_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, conv = torch.float16, block_conv_variant(torch.float16, hidden_size=1040, group_size=16, num_taps=2)
-    recorder = recorded(monkeypatch, block_conv_launch, "block_conv_kernel")
+    recorder = recorded(monkeypatch, selector_launch, "block_conv_kernel")
     x, base = torch.zeros(12, 1040, dtype=dtype), torch.zeros(1, 2, 1040, dtype=dtype)
-    block_conv_launch.block_conv(x, torch.zeros(12, 130, dtype=dtype), base, num_slots=4)
+    selector_launch.block_conv(x, torch.zeros(12, 130, dtype=dtype), base, num_slots=4)
     assert_are_launched([conv], [recorder])
     variants = selector_variants(dtype, vocab_size=TILE + 16, top_k=16, rank=300)
     recorders = [recorded(monkeypatch, selector, f"{variant.name}_kernel") for variant in variants]

@@ -10,7 +10,7 @@ import pytest
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.kernels.attention_tiles import tile_rows
+from dflash_trt.kernels.attention_plan import tile_rows
 from plugins.aot.command_line import main
 from plugins.aot.engine_kernels import (
     EngineKernels,

@@ -22,10 +22,9 @@ from dflash_trt.formats.registry import weight_format, weight_formats
 from dflash_trt.kernels import attention_fixed, attention_launch, launch_rules, norm_launch, packed_linear_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.attention_launch import AttentionOptions
-from dflash_trt.kernels.attention_plan import Partition, with_fixed_splits
-from dflash_trt.kernels.attention_tiles import fixed_tile
-from dflash_trt.kernels.capacity import MAX_REQUESTS, request_capacity
+from dflash_trt.kernels.attention_plan import Partition, fixed_tile, with_fixed_splits
 from dflash_trt.kernels.head_product_launch import head_product
+from dflash_trt.kernels.launching import MAX_REQUESTS, request_capacity
 from dflash_trt.kernels.row_codes import FP8, NVFP4
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear

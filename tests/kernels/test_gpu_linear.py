@@ -18,7 +18,7 @@ from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import dequantize as dequantized
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.formats.registry import weight_formats
-from dflash_trt.kernels import packed_linear_launch, quantize_fp8_launch, row_codes_launch
+from dflash_trt.kernels import packed_linear_launch, row_codes_launch
 from dflash_trt.network.ops import Linear
 from tests.kernels_on import KERNELS_ON
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
@@ -154,7 +154,7 @@ def test_a_layer_takes_one_gemm_and_one_quantization_without_a_word_to_the_host(
     gemm, quantizations = Launches(), Launches()
     monkeypatch.setattr(packed_linear_launch, "packed_linear_kernel", gemm)
     monkeypatch.setattr(row_codes_launch, "quantize_rows_kernel", quantizations)
-    monkeypatch.setattr(quantize_fp8_launch, "quantize_fp8_kernel", quantizations)
+    monkeypatch.setattr(row_codes_launch, "quantize_fp8_kernel", quantizations)
     prepared = prepare_device_linear(Linear(weight=quantized_weight(weight_format, are_equal=True)), torch.bfloat16)
     x = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     linear = on_meta(prepared)

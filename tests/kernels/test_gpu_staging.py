@@ -23,7 +23,7 @@ from dflash_trt.backends.staging import _BONUS, InputStaging, ResultStaging, _se
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
 from dflash_trt.core.step_spec import DRAFT_INPUTS, STEP_OUTPUTS
-from dflash_trt.kernels.capacity import request_capacity
+from dflash_trt.kernels.launching import request_capacity
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from tests.reference_inputs import reference_inputs

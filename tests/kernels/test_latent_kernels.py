@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels import latent_attention_launch, latent_chunk_launch
+from dflash_trt.kernels import latent_attention_launch
 from tests.kernels.latent_steps import Step, Tensors, make_tensors, mla_of, run_kernels, run_reference
 from tests.kernels.test_sampling_variants import Recorder
 
@@ -74,7 +74,7 @@ def test_prompts_that_begin_are_attended_directly(device: torch.device, monkeypa
     step = Step(rows=(64, 64, 63, 1), contexts=(0, 1, 0, 0), mla=mla_of(2))
     tensors = make_tensors(step)
     want, _ = run_reference(step, tensors)
-    monkeypatch.setattr(latent_chunk_launch, "latent_chunk_kernel", Recorder())
+    monkeypatch.setattr(latent_attention_launch, "latent_chunk_kernel", Recorder())
     got, _ = run_kernels(step, tensors, device)
     assert (got[:64] == 0).all()
     assert error(got[64:], want[64:]) <= TOLERANCE[step.dtype]

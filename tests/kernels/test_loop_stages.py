@@ -3,7 +3,7 @@
 import pytest
 import triton
 
-from dflash_trt.kernels.loop_stages import active_architecture, fenced_stages
+from dflash_trt.kernels.compiling import active_architecture, fenced_stages
 
 
 @pytest.mark.parametrize(

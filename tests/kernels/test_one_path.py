@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_trt.kernels.tensor_checks import check_tensor
+from dflash_trt.kernels.launching import check_tensor
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("dflash_trt/backends/cuda", "dflash_trt/kernels")

@@ -10,8 +10,7 @@ from torch import Tensor
 from dflash_trt.backends.torch import paged_rows as torch_rows
 from dflash_trt.core.state_spec import PagedRows
 from dflash_trt.kernels.attention_launch import allocate_workspace, attend_draft
-from dflash_trt.kernels.attention_options import AttentionOptions
-from dflash_trt.kernels.attention_plan import RequestTensors
+from dflash_trt.kernels.attention_plan import AttentionOptions, RequestTensors
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
 from dflash_trt.network.state import RowCache
 from tests.kernels_on import moved

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.kernels.row_codes_launch import quantize_fp8
 
 
 def values(dtype):

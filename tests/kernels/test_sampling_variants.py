@@ -13,14 +13,13 @@ import torch
 from dflash_trt.backends.logit_rules import mask_tensors
 from dflash_trt.kernels import (
     argmax,
-    argmax_launch,
-    logit_rules_launch,
+    logit_rules,
     norm_launch,
-    quantize_fp8_launch,
     rejection,
+    row_codes_launch,
     sampling,
     sampling_launch,
-    top_logprobs_launch,
+    top_logprobs,
 )
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
@@ -109,7 +108,7 @@ def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form, is_g
     hidden_size, ffn_size = 64, 5056
     norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, form=form, is_gelu=is_gelu)
     quantize = quantize_variant(torch.float32)
-    modules = [norm_launch] * 3 + [quantize_fp8_launch]
+    modules = [norm_launch] * 3 + [row_codes_launch]
     variants = [*norms, quantize]
     recorders = [
         recorded(monkeypatch, module, f"{variant.kernel.fn.__name__}")
@@ -124,7 +123,7 @@ def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form, is_g
     norm_launch.add_rms_norm(x, x, weight, 1e-6, codes=codes(hidden_size))
     gated_mul = norm_launch.gelu_mul if is_gelu else norm_launch.silu_mul
     gated_mul(torch.zeros(3, 2 * ffn_size), codes=codes(ffn_size))
-    quantize_fp8_launch.quantize_fp8(x, torch.ones(1))
+    row_codes_launch.quantize_fp8(x, torch.ones(1))
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 3})
 
@@ -137,7 +136,7 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
     request, seed = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     mapped = torch.zeros(vocab_size, dtype=torch.int64) if has_map else None
     logits = torch.zeros(6, vocab_size, dtype=torch.float16)
-    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, request, mapped, draft_topk=8)
+    sampling_launch.draft_tokens(logits, torch.zeros(2), seed, request, request, mapped, draft_topk=8)
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 6, "num_tiles": 3})
 
@@ -145,15 +144,15 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
 def test_logit_rule_variants_are_what_is_launched(monkeypatch, vocab_size):
     variants = rule_variants(torch.float16, vocab_size=vocab_size)
-    recorders = [recorded(monkeypatch, logit_rules_launch, f"{variant.name}_kernel") for variant in variants]
+    recorders = [recorded(monkeypatch, logit_rules, f"{variant.name}_kernel") for variant in variants]
     rules = RuleTensors.allocate(4, 77, torch.device("cpu"))
     masks = mask_tensors(None, num_rows=3 * WIDTH, vocab_size=vocab_size, device=torch.device("cpu"))
     logits, slot_ids = torch.zeros(3 * WIDTH, vocab_size, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
     rows = torch.zeros((3, WIDTH), dtype=torch.int32)
-    scores = logit_rules_launch.adjusted_scores(
+    scores = sampling_launch.adjusted_scores(
         logits, rules, masks, slot_ids=slot_ids, positions=rows.flatten(), logit_rows=rows
     )
-    logit_rules_launch.write_raw_logprobs(
+    sampling_launch.write_raw_logprobs(
         logits, scores, rules, masks, slot_ids=slot_ids, emitted_tokens=rows, emitted_logprobs=torch.zeros(3, WIDTH)
     )
     sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": 2}
@@ -164,9 +163,9 @@ def test_logit_rule_variants_are_what_is_launched(monkeypatch, vocab_size):
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
 def test_score_variants_are_what_is_launched(monkeypatch, vocab_size):
     variants = score_variants(torch.float16, vocab_size=vocab_size)
-    recorders = [recorded(monkeypatch, top_logprobs_launch, f"{variant.name}_kernel") for variant in variants]
+    recorders = [recorded(monkeypatch, top_logprobs, f"{variant.name}_kernel") for variant in variants]
     rows = torch.zeros(3, dtype=torch.int64)
-    top_logprobs_launch.score_rows(torch.zeros(5, vocab_size, dtype=torch.float16), 7, rows=rows, tokens=rows)
+    sampling_launch.score_rows(torch.zeros(5, vocab_size, dtype=torch.float16), 7, rows=rows, tokens=rows)
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 3})
 

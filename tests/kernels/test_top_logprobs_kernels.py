@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.logprobs import score_rows as score_rows_by_torch
-from dflash_trt.kernels.top_logprobs_launch import TILE, score_rows
+from dflash_trt.kernels.sampling_launch import TILE, score_rows
 from tests.kernels_on import DEVICE
 
 SIZES = [15, 512, TILE, 2 * TILE + 9]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_trt.kernels.attention_launch import attention_constants
-from dflash_trt.kernels.attention_tiles import TILES, fixed_tile, fixed_tiles, num_parts, tiles_of
+from dflash_trt.kernels.attention_plan import TILES, fixed_tile, fixed_tiles, num_parts, tiles_of
 from plugins.aot.attention_variants import attention_variants
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

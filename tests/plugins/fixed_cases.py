@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_trt.backends.cuda.packed import packed_matrix
 from dflash_trt.formats.registry import weight_format
-from dflash_trt.kernels import attention_tiles
+from dflash_trt.kernels import attention_plan
 from dflash_trt.network.ops import Linear
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_variants import MatrixKernels
@@ -47,7 +47,7 @@ def variants(max_requests: int) -> Iterator[KernelVariant]:
         yield from _linear_kernels(name).variants("float32")
     yield from norm_variants(torch.float32, max_columns=IN)
     geometry = {"dtype": torch.float32, "page_dtype": torch.float32, "head_dim": 16, "has_block": False}
-    tile = attention_tiles.fixed_tile(STEP.heads // STEP.kv_heads, (16, 64))
+    tile = attention_plan.fixed_tile(STEP.heads // STEP.kv_heads, (16, 64))
     yield from attention_variants(**geometry, max_requests=max_requests, tiles=(tile,), is_split_fixed=True)
     yield from DeltaKernels.of(state_spec(), max_requests=max_requests, is_in_order=True).variants("float32")
     yield from latent_kernels().variants("float32")

@@ -22,8 +22,8 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.kernels.capacity import MAX_CANDIDATES
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_DRAFT_HEAD_DIM, MAX_HEAD_DIM
+from dflash_trt.kernels.launching import MAX_CANDIDATES
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup

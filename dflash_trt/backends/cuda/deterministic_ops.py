@@ -18,7 +18,7 @@ from dflash_trt.backends.cuda.latent_attention import attend_latent_in_splits
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.mla import Mla
-from dflash_trt.kernels.attention_options import AttentionOptions
+from dflash_trt.kernels.attention_plan import AttentionOptions
 from dflash_trt.network.ops import DeltaParameters, Rows
 from dflash_trt.network.state import LatentCache, RecurrentCache
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_trt.backends.cuda.handles import Value, tensor_of
 from dflash_trt.backends.cuda.rows import rows_of
-from dflash_trt.kernels import argmax_launch, block_conv_launch, sampling_launch, selector_launch
+from dflash_trt.kernels import sampling_launch, selector_launch
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
 from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.proposal import Proposal
@@ -79,7 +79,7 @@ class DrafterOps:
     ) -> Proposal[Any]:
         inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
         starts = acceptance.next_context_lens if first_slot == 1 else acceptance.next_context_lens + (first_slot - 1)
-        tokens, draft_topk_ids, draft_topk_probs = argmax_launch.draft_tokens(
+        tokens, draft_topk_ids, draft_topk_probs = sampling_launch.draft_tokens(
             tensor_of(logits),
             inputs.temperature,
             inputs.seed,
@@ -92,7 +92,7 @@ class DrafterOps:
 
     def block_conv(self, x: Value, filters: Value, base: Value) -> Tensor:
         num_slots = self._num_draft_tokens + 1
-        return block_conv_launch.block_conv(tensor_of(x), tensor_of(filters), tensor_of(base), num_slots=num_slots)
+        return selector_launch.block_conv(tensor_of(x), tensor_of(filters), tensor_of(base), num_slots=num_slots)
 
     def select_tokens(
         self, logits: Value, hidden: Value, codebooks: Codebooks[Any], acceptance: Acceptance[Any]

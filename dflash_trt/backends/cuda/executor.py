@@ -54,12 +54,11 @@ from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepHandle, StepPlan, TokenMasks
 from dflash_trt.kernels.attention_fixed import FixedSplits
-from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.compiling import kernels_compiled_alone
+from dflash_trt.kernels.launching import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.routing_launch import tile_edges
-from dflash_trt.kernels.sampling_launch import SamplingOutputs
-from dflash_trt.kernels.top_logprobs_launch import score_rows
+from dflash_trt.kernels.sampling_launch import SamplingOutputs, score_rows
 from dflash_trt.network.decoder import share_experts
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal

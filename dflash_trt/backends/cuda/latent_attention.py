@@ -15,8 +15,13 @@ from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels.head_product_launch import head_product
-from dflash_trt.kernels.latent_attention_launch import LatentRotation, attend_latents, store_latents
-from dflash_trt.kernels.latent_chunk_launch import attend_chunks, min_direct_rows
+from dflash_trt.kernels.latent_attention_launch import (
+    LatentRotation,
+    attend_chunks,
+    attend_latents,
+    min_direct_rows,
+    store_latents,
+)
 from dflash_trt.kernels.latent_rules import LatentShape
 from dflash_trt.network.ops import Rows
 from dflash_trt.network.state import LatentCache

@@ -4,9 +4,8 @@ from torch import Tensor
 
 from dflash_trt.backends.logit_rules import DeviceRules
 from dflash_trt.backends.slots import PlanInputs
-from dflash_trt.kernels.logit_rules_launch import adjusted_scores, write_raw_logprobs
 from dflash_trt.kernels.rule_tensors import MaskTensors
-from dflash_trt.kernels.sampling_launch import SamplingOutputs
+from dflash_trt.kernels.sampling_launch import SamplingOutputs, adjusted_scores, write_raw_logprobs
 from dflash_trt.network.ops import StepInputs
 
 

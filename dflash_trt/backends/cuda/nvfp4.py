@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
-from dflash_trt.kernels.loop_stages import active_architecture
+from dflash_trt.kernels.compiling import active_architecture
 from dflash_trt.kernels.row_codes_launch import TILE_BLOCKS, TILE_ROWS, RowCodes
 from dflash_trt.network.ops import Linear
 

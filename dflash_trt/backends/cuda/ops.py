@@ -31,7 +31,7 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
-from dflash_trt.kernels.attention_options import AttentionOptions
+from dflash_trt.kernels.attention_plan import AttentionOptions
 from dflash_trt.kernels.norm_launch import sigmoid_mul
 from dflash_trt.kernels.rope_and_pages_launch import (
     Rotation,

@@ -1,11 +1,40 @@
-"""Checks of a launcher's tensors, which are never copied or converted."""
+"""What launchers share: checks of tensors, which are never copied or converted, sizes, and launches by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from dflash_trt.core.errors import problem
+
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+# Kernels are compiled for one of a few sizes that is large enough.
+_CAPACITIES = (16, 64, 256, 1024, 4096)
+MAX_REQUESTS = _CAPACITIES[-1]
+MAX_DELTA_HEAD_DIM: Final = 128  # in gated delta nets
+MAX_DELTA_RECORDS: Final = 64
+MAX_CANDIDATES: Final = 64  # per slot of a draft block, and per draft
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, int],
+    *,
+    num_warps: int,
+    has_fp_fusion: bool = True,
+) -> None:
+    """Launch with the arguments and constants that the kernel has, by their names; both may have more."""
+    own = constants_of(kernel, constants)
+    given = {name: arguments[name] for name in kernel.arg_names if name not in own}
+    kernel[grid](**given, **own, num_warps=num_warps, enable_fp_fusion=has_fp_fusion)
+
+
+def constants_of(kernel: Any, constants: Mapping[str, int]) -> dict[str, int]:
+    """The constants that the kernel has."""
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
 
 
 def check_tensor(
@@ -56,3 +85,24 @@ def check(is_right: bool, name: str, *, expected: str, found: object, hint: str)
 
 def _refuse(name: str, expected: str, found: str, hint: str) -> None:
     raise ValueError(problem(name, expected=expected, found=found, hint=hint))
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def topk_capacity(draft_topk: int) -> int:
+    """The constant DRAFT_TOPK: one of two sizes."""
+    return 32 if draft_topk <= 32 else MAX_CANDIDATES
+
+
+def request_capacity(num_requests: int) -> int:
+    """The constant REQUESTS: one of a few sizes, so that few variants are compiled."""
+    check(
+        num_requests <= MAX_REQUESTS,
+        "requests in a step",
+        expected=f"at most {MAX_REQUESTS}",
+        found=num_requests,
+        hint="Build the engine with a smaller max_batch_size.",
+    )
+    return next(capacity for capacity in _CAPACITIES if capacity >= num_requests)
