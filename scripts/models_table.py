@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from dflash_trt.checkpoint.missing_families import missing_feature
 from dflash_trt.checkpoint.specs import read_specs
+from dflash_trt.checkpoint.target_config import missing_feature
 from dflash_trt.core.known_pairs import known_pairs
-from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.engine_dir.manifest import rank_weight_bytes
 from dflash_trt.plan.gpus import Gpu
 from dflash_trt.plan.planning import EnginePlan
 from scripts.pair_support import (

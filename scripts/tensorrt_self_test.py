@@ -20,8 +20,7 @@ from dflash_trt.core.batch import (
     request_results,
     run_batch,
 )
-from dflash_trt.core.page_windows import num_pages_for
-from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
+from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor, num_pages_for
 
 _NUM_STEPS = 12
 _MAX_PROMPT_LEN = 13

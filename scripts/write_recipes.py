@@ -20,7 +20,7 @@ from dflash_trt.compile.description import describe_engine
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.engine_dir.manifest import rank_weight_bytes
 from dflash_trt.plan.gpus import Gpu, gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import plan_engine

@@ -18,8 +18,8 @@ from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, St
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states, engine_weights
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.step_plan import PageWindow
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.step import Network
 

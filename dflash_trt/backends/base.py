@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+    from dflash_trt.engine_dir.provenance import TensorRTRecord
     from dflash_trt.engine_dir.tensor_file import ByteSink
-    from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
     from dflash_trt.formats.base import WeightFormat
 
 BackendName = Literal["torch", "cuda", "tensorrt", "tensorrt_llm"]  # engines of "torch" run on the first two

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from dflash_trt.backends.page_groups import PageNeeds, StepSizes
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.host_resources import available_memory_bytes
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.step_plan import PageWindow
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig

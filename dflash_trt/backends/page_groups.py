@@ -4,8 +4,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
-from dflash_trt.core.page_windows import PageWindow, decode_pages, num_pages_for
 from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.step_plan import PageWindow, decode_pages, num_pages_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, WindowColumns
-from dflash_trt.core.page_windows import PageWindow, num_pages_for
 from dflash_trt.core.sampling import StepSampling
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow, num_pages_for
 
 
 def sequence_batch(

@@ -17,8 +17,16 @@ from dflash_trt.backends.slots import DeviceSlots, PlanInputs
 from dflash_trt.core.array import Array
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.dtype import num_bytes_of, torch_dtype
-from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, JointRows, PageUpdates, StepPlan, StepResult, StepRows
+from dflash_trt.core.step_plan import (
+    CHAINED,
+    ExecutorLimits,
+    JointRows,
+    PageUpdates,
+    PageWindow,
+    StepPlan,
+    StepResult,
+    StepRows,
+)
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, StepTensor
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import StepOutputs

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.config_overrides import with_overrides
-from dflash_trt.checkpoint.config_reader import read_json_object, shown
+from dflash_trt.checkpoint.config_reader import read_json_object, shown, with_overrides
 from dflash_trt.checkpoint.drafters.base import LABEL, draft_formats
 from dflash_trt.checkpoint.drafters.deepspec import ARCHITECTURES as DSPARK_ARCHITECTURES
 from dflash_trt.checkpoint.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES

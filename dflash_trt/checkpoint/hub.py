@@ -14,8 +14,7 @@ from dflash_trt.checkpoint.producers.base import description_files
 from dflash_trt.checkpoint.tensors import INDEX_FILE, tensor_file_names
 from dflash_trt.checkpoint.vocabulary import TOKENIZER_FILES
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
-from dflash_trt.core.hub_name import HubName, HubSource
-from dflash_trt.core.known_pairs import listed_pairs
+from dflash_trt.core.known_pairs import HubName, HubSource, listed_pairs
 
 
 @dataclass(frozen=True, kw_only=True)

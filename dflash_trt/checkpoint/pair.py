@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
@@ -29,7 +28,14 @@ from dflash_trt.checkpoint.names import (
 from dflash_trt.checkpoint.producers.base import Scheme, description_files, read_scheme
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, format_notes, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
-from dflash_trt.checkpoint.specs import PairSpecs, pair_heading, read_specs, refuse_missing
+from dflash_trt.checkpoint.specs import (
+    PairSpecs,
+    compatibility_notes,
+    compatibility_problems,
+    pair_heading,
+    read_specs,
+    refuse_missing,
+)
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
 from dflash_trt.checkpoint.tied_head import resolve_tied_head

@@ -11,8 +11,7 @@ from dflash_trt.checkpoint.hub import HubCheckpoint, download_description, downl
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.config import MTP, BuildConfig
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.hub_name import HubName, HubSource
-from dflash_trt.core.known_pairs import listed_pairs, pair_of_drafter, pairs_of_target
+from dflash_trt.core.known_pairs import HubName, HubSource, listed_pairs, pair_of_drafter, pairs_of_target
 
 Say = Callable[[str], None]
 

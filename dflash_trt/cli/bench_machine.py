@@ -93,7 +93,7 @@ def machine_name() -> str:
 
 def measure_now(config: RuntimeConfig) -> "MachineFile":
     """The roofs of the machine at hand, with the device and the threads of the engine."""
-    from dflash_trt.core.omp_waiting import let_threads_sleep
+    from dflash_trt.core.process import let_threads_sleep
 
     let_threads_sleep()  # before PyTorch is imported
     from dflash_trt.bench.machine import device_at_hand, measure_roofs
@@ -105,7 +105,7 @@ def measure_now(config: RuntimeConfig) -> "MachineFile":
 
 def _device(device: str, num_threads: int | None) -> Any:
     """A torch.device. Raises ConfigError: there is no GPU."""
-    from dflash_trt.core.omp_waiting import let_threads_sleep
+    from dflash_trt.core.process import let_threads_sleep
 
     let_threads_sleep()  # before PyTorch is imported
     from dflash_trt.bench.machine import device_at_hand

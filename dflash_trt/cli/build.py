@@ -19,8 +19,8 @@ from dflash_trt.core.chat_template_options import options_from_words
 from dflash_trt.core.config import MTP, Backend, BuildConfig, CollectiveMode, build_config_from
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.hub_name import HubName
 from dflash_trt.core.kernel_archive import Architecture
+from dflash_trt.core.known_pairs import HubName
 
 if TYPE_CHECKING:
     from dflash_trt.compile.build import BuildProgress, ProgressCallback

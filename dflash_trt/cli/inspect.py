@@ -130,7 +130,7 @@ def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
 
 def _weights_bytes(config: "PretrainedConfig") -> dict[str, dict[str, Any]]:
     """Bytes of each model's tensors on all ranks. Opening has compared the files' headers."""
-    from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes, weight_bytes_fields
+    from dflash_trt.engine_dir.manifest import rank_weight_bytes, weight_bytes_fields
 
     of_rank = rank_weight_bytes(config)
     return {model: weight_bytes_fields(of_rank[model], num_ranks=config.mapping.world_size) for model in of_rank}

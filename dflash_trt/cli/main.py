@@ -33,7 +33,7 @@ from dflash_trt.cli.show_drafts import show_drafts
 from dflash_trt.cli.status_line import notices_shown
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.exit_codes import ExitCode
-from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.core.process import let_threads_sleep
 from dflash_trt.core.runtime_config import SettingError
 
 

@@ -13,7 +13,7 @@ from dflash_trt.cli.other_engines import Group
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.hub_name import HubName, build_command
+from dflash_trt.core.known_pairs import HubName, build_command
 
 if TYPE_CHECKING:
     from dflash_trt.backends.machine import Machine

@@ -32,7 +32,7 @@ from dflash_trt.compile.checkpoint_export import (
     with_whole_prompts,
     write_export,
 )
-from dflash_trt.compile.limits import resolve_limits
+from dflash_trt.compile.description import resolve_limits
 from dflash_trt.compile.quantized import (
     PlanCallback,
     calibrate,
@@ -63,9 +63,8 @@ from dflash_trt.engine_dir import (
     write_engine_dir,
 )
 from dflash_trt.engine_dir.manifest import StepTables
+from dflash_trt.engine_dir.provenance import TensorRTLLMRecord, TensorRTRecord
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME
-from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from dflash_trt.engine_dir.tokenizer_dir import resolve_tokenizer
 from dflash_trt.engine_dir.writing import SLACK_BYTES
 from dflash_trt.quantize.plan import QuantizationPlan

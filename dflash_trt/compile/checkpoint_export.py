@@ -8,18 +8,19 @@ from typing import Any
 
 from dflash_trt.backends.tensorrt_llm.constraints import OUR_FORMATS, limits_problems
 from dflash_trt.backends.tensorrt_llm.llm_args import llm_args
-from dflash_trt.checkpoint.config_overrides import with_overrides
+from dflash_trt.checkpoint.config_reader import with_overrides
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.names import draft_names, embedding_name, target_names
 from dflash_trt.checkpoint.pair import CONFIG_FILES, CheckpointPair
 from dflash_trt.checkpoint.producers.base import SECTION, description_files, section_of
 from dflash_trt.checkpoint.tensors import INDEX_FILE, StoredTensors, scan_tensors
-from dflash_trt.compile.unified_config import flat_description, quantization_description
 from dflash_trt.compile.unified_export import (
     Export,
     QuantizedPart,
+    flat_description,
     kv_changes,
     permuted_columns,
+    quantization_description,
     quantized_changes,
     quantized_parts,
 )
@@ -30,7 +31,7 @@ from dflash_trt.core.json_object import read_json_object
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDirWriter, EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.tensorrt_llm_record import (
+from dflash_trt.engine_dir.provenance import (
     DRAFTER_DIR,
     LLM_ARGS_NAME,
     TARGET_DIR,

@@ -22,9 +22,8 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model import draft as models
 from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
 from dflash_trt.engine_dir.provenance import ComponentBytes
-from dflash_trt.quantize.calibrate import modelopt_version
+from dflash_trt.quantize.calibrate import cache_key, modelopt_version, read_cached, write_cached
 from dflash_trt.quantize.calibrate_prompts import calibration_prompts
-from dflash_trt.quantize.calibration_cache import cache_key, read_cached, write_cached
 from dflash_trt.quantize.hardware import require_hardware
 from dflash_trt.quantize.plan import QuantizationPlan, make_plan, sharding_problems
 from dflash_trt.quantize.stream import engine_stream, whole_weights

@@ -1,17 +1,55 @@
-"""Known pairs of Hugging Face repositories: known_pairs.toml, and its entries by name.
+"""Names of checkpoints on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, and known pairs of them.
 
+The pairs are in known_pairs.toml.
 Knows names only; no network, no files of checkpoints.
 """
 
+import re
+import shlex
 import tomllib
 from functools import cache
 from importlib.resources import files
-from pathlib import PurePath
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Self
 
 from pydantic import Field, JsonValue
 
 from dflash_trt.core.frozen import Frozen
+
+_PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"  # huggingface_hub's rules for names that distinguish them from paths
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
+
+
+class HubName(Frozen):
+    """A repository; `revision` is a branch, a tag or a commit (default: the main branch)."""
+
+    repository: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """None for text that can only be a path."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(repository=found[1], revision=found[2])
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+
+class HubSource(Frozen):
+    """Origin of a downloaded checkpoint: `commit` is what `name` stood for."""
+
+    name: str
+    commit: str
+
+
+def build_command(checkpoint: str) -> str:
+    """The command that builds an engine from a checkpoint, a name on the hub or a directory."""
+    name = HubName.parse(checkpoint)
+    is_local = name is None or Path(checkpoint).exists()
+    output = f"{Path(checkpoint).absolute().name}-engine" if is_local else str(name).partition("@")[0].partition("/")[2]
+    return f"dflash-trt build --target {shlex.quote(checkpoint)} -o {shlex.quote(output.lower())}"
+
 
 _CACHED = "models--"  # the hub's cache keeps a repository in models--OWNER--NAME/snapshots/COMMIT
 

@@ -5,9 +5,11 @@ Checks, step inputs, command-line options, fields of input rows and inputs of se
 code in the samplers of the backends.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,13 +27,16 @@ from dflash_trt.core.checked_values import (
 )
 from dflash_trt.core.checked_values import optional as optional_of
 from dflash_trt.core.dtype import DType
-from dflash_trt.core.errors import RequestError, raise_all
+from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.other_engines import checks_keywords, hint_for
-from dflash_trt.core.sampling_limits import GRAMMAR_FIELDS as GRAMMAR_FIELDS
-from dflash_trt.core.sampling_limits import MAX_LOGIT_BIASES, given_grammars, sampling_problems
-from dflash_trt.core.sampling_limits import MAX_STOP_LEN as MAX_STOP_LEN
-from dflash_trt.core.sampling_limits import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 
+# Limits that bound what a request costs.
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_LEN: Final = 256  # characters of one stop string
+MAX_BAD_WORDS: Final = 64
+MAX_LOGIT_BIASES: Final = 512
+MAX_GRAMMAR_LEN: Final = 2**20  # characters of a schema, an expression, a grammar or all choices
+GRAMMAR_FIELDS: Final = ("json_schema", "regex", "choice", "grammar")
 T = TypeVar("T")
 
 MAX_SEED: Final = 2**63 - 1
@@ -389,3 +394,57 @@ def sample_seed(seed: int, sample_index: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed}/{sample_index}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
+
+
+def sampling_problems(params: SamplingParams) -> Iterator[str]:
+    """Problems of values that are right one by one."""
+    yield from _size_problems(params)
+    yield from _logprobs_problems(params)
+    yield from _grammar_problems(params)
+
+
+def _logprobs_problems(params: SamplingParams) -> list[str]:
+    if not params.top_logprobs or params.logprobs:
+        return []
+    found, hint = f"{params.top_logprobs}", "Set logprobs as well."
+    return [problem("sampling top_logprobs", expected="0 without logprobs", found=found, hint=hint)]
+
+
+def _size_problems(params: SamplingParams) -> Iterator[str]:
+    """Size limits: an engine thread scans all text for stop strings, a device all rules at every row."""
+    for name, texts, max_num in (
+        ("stop", params.stop, MAX_STOP_STRINGS),
+        ("bad_words", params.bad_words, MAX_BAD_WORDS),
+    ):
+        longest = max(map(len, texts), default=0)
+        yield from _too_many(name, len(texts), max_num, "strings")
+        yield from _too_many(name, longest, MAX_STOP_LEN, "characters in a string")
+    if params.min_tokens > params.max_new_tokens:
+        yield problem(
+            "sampling min_tokens",
+            expected=f"at most max_new_tokens {params.max_new_tokens}",
+            found=str(params.min_tokens),
+            hint="Raise max_new_tokens, or lower min_tokens.",
+        )
+
+
+def _too_many(name: str, found: int, limit: int, what: str) -> Iterator[str]:
+    if found > limit:
+        yield problem(f"sampling {name}", expected=f"at most {limit} {what}", found=str(found))
+
+
+def given_grammars(params: SamplingParams) -> list[str]:
+    return [name for name in GRAMMAR_FIELDS if getattr(params, name)]
+
+
+def _grammar_problems(params: SamplingParams) -> list[str]:
+    given = given_grammars(params)
+    if len(given) > 1:
+        expected, hint = f"at most one of {', '.join(GRAMMAR_FIELDS)}", "Leave out all but one."
+        return [problem("sampling", expected=expected, found=" and ".join(given), hint=hint)]
+    sizes = {name: sum(map(len, getattr(params, name))) for name in given}
+    return [
+        problem(f"sampling {name}", expected=f"at most {MAX_GRAMMAR_LEN} characters", found=str(size))
+        for name, size in sizes.items()
+        if size > MAX_GRAMMAR_LEN
+    ]

@@ -1,12 +1,13 @@
 """config.json of an engine directory: its fields, and how they must agree. Opens no other file."""
 
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from dflash_trt.core.config import Backend
-from dflash_trt.core.dtype import FloatDType, safetensors_dtype
+from dflash_trt.core.dtype import FloatDType, safetensors_dtype, stored_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
@@ -16,10 +17,8 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.core.weight_spec import WeightTable, rank_shard
-from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
+from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, TensorRTLLMRecord, TensorRTRecord, plan_name
 from dflash_trt.engine_dir.tensor_file import TensorHeader
-from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
 ENGINE_VERSION: Final = 3
 MANIFEST_NAME = "config.json"
@@ -214,3 +213,24 @@ def _problem_of(details: Any, file_name: str) -> str:
 
 def _rows(tensors: tuple[StepTensor, ...]) -> tuple[StepTensorFields, ...]:
     return tuple(StepTensorFields(name=tensor.name, dtype=tensor.dtype, axes=tensor.axes) for tensor in tensors)
+
+
+Model = Literal["target", "draft"]
+
+
+def rank_weight_bytes(config: PretrainedConfig) -> dict[Model, dict[str, int]]:
+    """Bytes that each rank holds, by the format of linear layers and by the dtype of other tensors."""
+    quantization = config.quantization or QuantizationSpec()
+    has_one_dtype = config.weights_dtype is None
+    target, draft = Counter[str](), Counter[str]()
+    for name, header in tensor_headers(config).items():
+        dtype = config.dtype if has_one_dtype and header.dtype != "I64" else stored_dtype(header.dtype)
+        tensor_format = quantization.format_of(name) or str(dtype)
+        (target if name.startswith("target.") else draft)[tensor_format] += header.num_bytes
+    return {"target": dict(target), "draft": dict(draft)}
+
+
+def weight_bytes_fields(by_format: dict[str, int], *, num_ranks: int) -> dict[str, object]:
+    """As JSON: bytes of all ranks, together and by format."""
+    of_all = {name: num_bytes * num_ranks for name, num_bytes in by_format.items()}
+    return {"weights_bytes": sum(of_all.values()), "weights_bytes_by_format": of_all}

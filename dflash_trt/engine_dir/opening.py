@@ -13,9 +13,9 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
-from dflash_trt.core.hub_name import HubName, build_command
 from dflash_trt.core.json_object import parse_json_object, read_json_object
 from dflash_trt.core.kernel_archive import KernelArchive, kernels_architecture, kernels_name
+from dflash_trt.core.known_pairs import HubName, build_command
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
     MANIFEST_NAME,
@@ -26,9 +26,8 @@ from dflash_trt.engine_dir.manifest import (
     tensor_headers,
     weights_name,
 )
-from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance
+from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance, plan_name
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
-from dflash_trt.engine_dir.tensorrt_record import plan_name
 
 MAX_ALWAYS_HASHED_BYTES = 256 * 2**20
 _MAX_LISTED_TENSORS = 8

@@ -32,10 +32,17 @@ from dflash_trt.engine_dir.manifest import (
 )
 from dflash_trt.engine_dir.opening import is_engine_dir
 from dflash_trt.engine_dir.output_lock import clear_leftovers, output_lock, sibling
-from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, BuildRecord, EngineFile, Provenance
+from dflash_trt.engine_dir.provenance import (
+    PLUGIN_LIBRARY_NAME,
+    PROVENANCE_NAME,
+    BuildRecord,
+    EngineFile,
+    Provenance,
+    TensorRTLLMRecord,
+    TensorRTRecord,
+    plan_name,
+)
 from dflash_trt.engine_dir.tensor_file import ByteSink, TensorHeader, tensor_file_num_bytes, write_tensor_file
-from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
-from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, TensorRTRecord, plan_name
 
 SLACK_BYTES = 2**20  # config.json, provenance.json, directory entries
 _CHUNK_BYTES = 8 * 2**20

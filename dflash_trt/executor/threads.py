@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from dflash_trt.core.host_resources import available_cores
-from dflash_trt.core.omp_waiting import is_waiting_chosen
+from dflash_trt.core.process import is_waiting_chosen
 
 _Result = TypeVar("_Result")
 

@@ -25,7 +25,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.engine_dir.manifest import rank_weight_bytes
 from dflash_trt.plan.gpus import GPUS_PER_NODE, Gpu
 from dflash_trt.plan.rank_memory import RankMemory, rank_memory
 from dflash_trt.plan.step_floor import Step, StepFloor, step_floor

@@ -6,15 +6,21 @@ own forward passes go through the bank, so the activations are the engine's, blo
 """
 
 import contextlib
+import hashlib
 import io
+import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.quantization import Calibration
 from dflash_trt.formats.registry import weight_format
 
 
@@ -131,3 +137,39 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 def _key(name: str) -> str:
     return name.replace(".", "_")  # module names have no dots
+
+
+CALIBRATION_VERSION = 1  # raise it whenever the same inputs would give other ranges
+
+
+def cache_key(fields: Mapping[str, Any]) -> str:
+    """SHA-256 of everything that the ranges depend on; `fields` must be plain JSON."""
+    text = json.dumps({"calibration_version": CALIBRATION_VERSION, **fields}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_dir() -> Path:
+    """Directory for calibrations between builds: the user's cache directory by the XDG convention."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "dflash-trt" / "calibration"
+
+
+def read_cached(key: str) -> Calibration | None:
+    """None when there is none, or none that can be read: it is then measured again."""
+    try:
+        return Calibration.model_validate_json((cache_dir() / f"{key}.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_cached(key: str, calibration: Calibration) -> None:
+    """Write it whole or not at all. A cache that cannot be written only costs the next build time."""
+    path = cache_dir() / f"{key}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(calibration.model_dump_json(indent=1))
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()

@@ -6,8 +6,8 @@ The only user of the page pool (reference counts) and of the prefix tree (conten
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.prefix_watcher import PrefixWatcher
+from dflash_trt.core.step_plan import PageWindow
 from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree

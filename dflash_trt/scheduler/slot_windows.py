@@ -11,8 +11,7 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.errors import CapacityError
-from dflash_trt.core.page_windows import MAX_KEY_BLOCK, decode_pages, num_pages_for
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import MAX_KEY_BLOCK, ExecutorLimits, decode_pages, num_pages_for
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.window_pages import WindowPages

@@ -7,7 +7,7 @@ begin after a prefix as long as the pages of its last window are there, on the d
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.core.step_plan import PageWindow
 from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.engine_dir.tensorrt_llm_record import CONTAINER, LLM_ARGS_NAME, TARGET_DIR
+from dflash_trt.engine_dir.provenance import CONTAINER, LLM_ARGS_NAME, TARGET_DIR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,14 @@ from weakref import finalize
 
 from dflash_trt.core.checked_values import checked, function, integer, optional
 from dflash_trt.core.errors import RequestError
-from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.prefix_watcher import PrefixWatcher
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.detokenizer import Detokenizer
-from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor
+from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
 from dflash_trt.serving.prefix_transfers import PlaceBytes, PrefixStore, PrefixTransfers
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import DeviceLostError, StepReport, StepRunner

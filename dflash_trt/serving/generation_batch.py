@@ -16,8 +16,7 @@ from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.request import FinishReason, GenerationOutput, Request, SamplingParams
 from dflash_trt.core.sampling import MAX_SAMPLES
 from dflash_trt.serving.prompts import Prompt
-from dflash_trt.serving.samples import QUEUE_POLL_S, joined_output, samples_of
-from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream import QUEUE_POLL_S, RequestStream, joined_output, samples_of
 
 SAMPLING = instance("SamplingParams", SamplingParams)
 _SAMPLINGS = tuple_of("SamplingParams, or a list of one for each prompt", SAMPLING)

@@ -18,7 +18,7 @@ from weakref import finalize
 
 from dflash_trt.core.checked_values import checked, function, optional
 from dflash_trt.core.errors import RequestError
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
 from dflash_trt.serving.generation_batch import (
     Batch,
@@ -32,9 +32,8 @@ from dflash_trt.serving.generation_batch import (
 from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.prompts import ChatMessage, Prompt, TemplateOptions, conversation, conversations
 from dflash_trt.serving.request_reader import RequestReader
-from dflash_trt.serving.samples import SampleStreams, samples_of
 from dflash_trt.serving.statistics import EngineStatistics
-from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream import RequestStream, SampleStreams, samples_of
 
 if TYPE_CHECKING:
     from dflash_trt.serving.engine import Engine, EngineLimits

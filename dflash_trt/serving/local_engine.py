@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.garbage import paused_collection
-from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.core.process import let_threads_sleep, paused_collection
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.data_parallel import make_scheduler

@@ -11,7 +11,7 @@ from dflash_trt.core.request import FinishReason
 
 if TYPE_CHECKING:
     from dflash_trt.scheduler.statistics import SchedulerStatistics
-    from dflash_trt.serving.mailbox import Mailbox
+    from dflash_trt.serving.output_processor import Mailbox
 
 _NUM_RECENT = 4096
 

@@ -173,7 +173,7 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
-    from dflash_trt.compile.limits import resolve_limits
+    from dflash_trt.compile.description import resolve_limits
     from dflash_trt.compile.quantized import local_capability, plan_quantization
 
     sources = find_checkpoints(config, base_dir, needs_tensors=False)

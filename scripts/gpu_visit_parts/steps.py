@@ -15,10 +15,9 @@ from dflash_trt import SamplingParams
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.padding import step_shape, warm_shapes
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, WindowColumns, plan_of, run_batch
-from dflash_trt.core.page_windows import num_pages_for
 from dflash_trt.core.request import Request
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, num_pages_for
 from dflash_trt.network.state import RecurrentCache
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.step_work import EngineWork

@@ -6,9 +6,8 @@ import pytest
 
 from dflash_trt.bench import lockstep
 from dflash_trt.bench.lockstep import Lockstep, Work
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.step_plan import StepHandle, StepPlan
+from dflash_trt.core.step_plan import PageWindow, StepHandle, StepPlan
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import PromptReader

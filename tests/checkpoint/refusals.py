@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.checkpoint.compatibility import compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
+from dflash_trt.checkpoint.specs import compatibility_problems
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import scan_tensors
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError, raise_all

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.core.process import let_threads_sleep
 
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 OPENING = """

@@ -26,7 +26,7 @@ from dflash_trt.core.request import FinishReason, GenerationOutput, SamplingPara
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.llm import LLM
-from dflash_trt.serving.samples import joined_output
+from dflash_trt.serving.stream import joined_output
 
 DFLASH_TRT = [sys.executable, "-m", "dflash_trt.cli.main"]
 # One K: results count drafts, and the default follows the clock.

@@ -17,8 +17,7 @@ from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
-from dflash_trt.core.hub_name import HubName
-from dflash_trt.core.known_pairs import KnownPair
+from dflash_trt.core.known_pairs import HubName, KnownPair
 from dflash_trt.engine_dir import EngineDir
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.factories import make_target, make_zlab_drafter, read_json, write_json

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.compile.limits import resolve_limits
+from dflash_trt.compile.description import resolve_limits
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.decoder import TargetSpec

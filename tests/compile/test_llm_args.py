@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.tensorrt_llm_record import triton_model, yaml_text
+from dflash_trt.engine_dir.provenance import triton_model, yaml_text
 from scripts.compare_trtllm_manifest import SNAPSHOT, arguments_of, differences, snapshot_arguments
 from tests.factories import make_target, make_zlab_drafter
 

@@ -19,7 +19,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir, PretrainedConfig
-from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.engine_dir.manifest import rank_weight_bytes
 from tests.factories import make_target, make_zlab_drafter
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.core.hub_name import HubName, build_command
+from dflash_trt.core.known_pairs import HubName, build_command
 
 
 @pytest.mark.parametrize(

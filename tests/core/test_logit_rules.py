@@ -14,8 +14,7 @@ from dflash_trt.core.logit_rules import (
     rules_bytes,
 )
 from dflash_trt.core.request import Request
-from dflash_trt.core.sampling import SamplingParams
-from dflash_trt.core.sampling_limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from dflash_trt.core.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 
 
 def make_request(*, stop=(2,), bad=(), **sampling) -> Request:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_trt.core.page_windows import decode_pages
+from dflash_trt.core.step_plan import decode_pages
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from dflash_trt.core.errors import ForkError
-from dflash_trt.core.garbage import paused_collection
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess, paused_collection
 
 
 def test_a_forked_child_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

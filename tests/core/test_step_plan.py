@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
 from dflash_trt.core.logprobs import PromptRows, TopRows
-from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StateCopies, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import (
+    ExecutorLimits,
+    FinishedStep,
+    PageWindow,
+    StateCopies,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 
 K = 2
 

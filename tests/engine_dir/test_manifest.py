@@ -10,7 +10,7 @@ import pytest
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from dflash_trt.engine_dir import EngineManifest
 from dflash_trt.engine_dir.manifest import StepTables
-from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord, triton_model
+from dflash_trt.engine_dir.provenance import TensorRTLLMRecord, triton_model
 from tests.factories import read_json
 
 PLANS: dict[str, Any] = {

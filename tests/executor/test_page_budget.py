@@ -11,11 +11,10 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
-from dflash_trt.core.page_windows import decode_pages
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.core.state_spec import EngineStates, Recurrent
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, decode_pages
 from dflash_trt.engine_dir.manifest import EngineManifest
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.executor.rank_engines import build, make_zlab_pair

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.cuda.handles import Heads, Norm, RopeRows
+from dflash_trt.backends.cuda.handles import Heads, Norm, RopeRows, RowsIndex
 from dflash_trt.backends.cuda.latent_attention import LatentMemory, attend_device_latent, shape_of
-from dflash_trt.backends.cuda.rows import RowsIndex
 from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.core.dtype import dtype_name

@@ -13,7 +13,7 @@ from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
 from dflash_trt.backends.slots import PlanInputs
 from dflash_trt.backends.step_inputs import step_inputs
-from dflash_trt.backends.torch.logit_rules import adjust_scores
+from dflash_trt.backends.torch.sampling import adjust_scores
 from dflash_trt.core.batch import ScheduledRequest, SlotMirror, StepBatch, StepSampling, plan_of
 from dflash_trt.core.logit_rules import LogitRules, rules_bytes
 from dflash_trt.core.request import Request, SamplingParams

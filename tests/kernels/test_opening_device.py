@@ -9,7 +9,7 @@ from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, TensorRTRecord
+from dflash_trt.engine_dir.provenance import PLUGIN_LIBRARY_NAME, TensorRTRecord
 from dflash_trt.executor import opening
 from dflash_trt.executor.opening import _runs_on_gpu, open_executor, resolved_config
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength

@@ -11,7 +11,7 @@ import torch
 
 from dflash_trt import SamplingParams
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
+from dflash_trt.backends.cuda.step_launches import DeviceSnapshots
 from dflash_trt.backends.graphs import Enqueue, GraphCache
 from dflash_trt.backends.padding import warm_shapes
 from dflash_trt.core.request import Request

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from dflash_trt.backends.step_inputs import step_inputs
-from dflash_trt.backends.torch.logit_rules import adjust_scores, adjustment
+from dflash_trt.backends.torch.sampling import adjust_scores, adjustment
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
 from dflash_trt.core.logit_rules import LogitRules, RuledSlots
 from dflash_trt.core.request import Request

@@ -23,7 +23,7 @@ from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.quantize.calibration_cache import cache_dir
+from dflash_trt.quantize.calibrate import cache_dir
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream
 from tests.engines import decode, make_executor

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, processors
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.quantization import Calibration, CalibrationConfig
-from dflash_trt.quantize import calibration_cache
+from dflash_trt.quantize import calibrate
+from dflash_trt.quantize.calibrate import cache_dir, cache_key, read_cached, write_cached
 from dflash_trt.quantize.calibrate_prompts import BUILT_IN_PROMPTS, calibration_prompts
-from dflash_trt.quantize.calibration_cache import cache_dir, cache_key, read_cached, write_cached
 from tests.factories import edit_json
 from tests.serving.tokenizers import write_byte_fallback
 
@@ -115,7 +115,7 @@ def test_without_a_file_the_prompts_of_the_package_are_taken(tmp_path: Path) -> 
 def test_ranges_are_kept_under_all_that_they_depend_on(monkeypatch, tmp_path: Path) -> None:
     assert cache_key({"a": 1, "b": 2}) == cache_key({"b": 2, "a": 1}) != cache_key({"a": 1, "b": 3})
     before = cache_key({"a": 1})
-    monkeypatch.setattr(calibration_cache, "CALIBRATION_VERSION", 10**6)
+    monkeypatch.setattr(calibrate, "CALIBRATION_VERSION", 10**6)
     assert cache_key({"a": 1}) != before
     calibration = Calibration(input_amax={"target.layers.0.o": 2.5})
     write_cached("k", calibration)

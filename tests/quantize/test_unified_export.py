@@ -11,8 +11,14 @@ from safetensors.torch import load_file
 from dflash_trt.checkpoint.names import target_names
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.checkpoint.tensors import scan_tensors
-from dflash_trt.compile.unified_config import flat_description, quantization_description
-from dflash_trt.compile.unified_export import Export, kv_changes, quantized_changes, quantized_parts
+from dflash_trt.compile.unified_export import (
+    Export,
+    flat_description,
+    kv_changes,
+    quantization_description,
+    quantized_changes,
+    quantized_parts,
+)
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.quantize.plan import QuantizationPlan, make_plan
 from tests.quantize.conftest import Exports

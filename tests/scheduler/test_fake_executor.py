@@ -13,7 +13,7 @@ from dflash_trt.core.batch import (
     plan_of,
     run_batch,
 )
-from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.core.step_plan import PageWindow
 from tests.fake_executor import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import make_limits
 

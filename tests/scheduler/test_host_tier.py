@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import NO_PAGE_COPIES, SNAPSHOTS, PageCopies
+from dflash_trt.core.step_plan import NO_PAGE_COPIES, SNAPSHOTS, PageCopies, PageWindow
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from tests.fake_executor import FakeExecutor

@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.errors import QueueFullError
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow
 from dflash_trt.scheduler import ngram_index
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.core.step_plan import PageWindow
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.stored_prefixes import Block
 from tests.fake_executor import FakeExecutor

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.errors import CapacityError
-from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow
 from dflash_trt.executor.idle import IdleExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.window_pages import WindowPages

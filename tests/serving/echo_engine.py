@@ -14,8 +14,7 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.engine import EngineLimits
-from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor
+from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.stream import RequestStream
 

@@ -1,7 +1,7 @@
 """A mailbox after its last event."""
 
 from dflash_trt.core.request import TokenEvent
-from dflash_trt.serving.mailbox import Mailbox
+from dflash_trt.serving.output_processor import Mailbox
 
 
 def test_nobody_waits_for_a_request_that_has_ended() -> None:

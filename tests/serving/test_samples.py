@@ -14,8 +14,7 @@ from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.sampling import MAX_SAMPLES, sample_seed
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.request_reader import RequestReader
-from dflash_trt.serving.samples import samples_of
-from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream import RequestStream, samples_of
 from tests.fake_executor import FakeExecutor
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import GatedExecutor, make_executor, make_generator, make_loop, until

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_trt.core.request import FinishReason, RequestStatistics, TokenEvent
-from dflash_trt.serving.mailbox import Mailbox
+from dflash_trt.serving.output_processor import Mailbox
 from dflash_trt.serving.statistics import Recorder, Samples
 from tests.serving.engines import make_loop
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.core.request import FinishReason, GenerationOutput, TokenEvent
 from dflash_trt.serving.detokenizer import ByteDetokenizer, Detokenizer
-from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor, StreamChunk
+from dflash_trt.serving.output_processor import Mailbox, OutputProcessor, StreamChunk
 from dflash_trt.serving.stream import RequestStream
 from tests.scheduler.driver import make_request
 

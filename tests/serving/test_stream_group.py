@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from dflash_trt.core.request import FinishReason, TokenEvent
 from dflash_trt.serving.generation_batch import StreamGroup
-from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor
+from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
 from dflash_trt.serving.stream import RequestStream
 from tests.scheduler.driver import make_request
 

@@ -33,9 +33,8 @@ from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, FinishedStep, PageWindow, StepPlan, StepResult
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineDir

@@ -15,10 +15,10 @@ from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.fixed_shapes import in_blocks
 from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
-from dflash_trt.backends.torch.logit_rules import adjust_scores
 from dflash_trt.backends.torch.logprobs import score_rows
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
+from dflash_trt.backends.torch.sampling import adjust_scores
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.model.gqa import AttentionMask

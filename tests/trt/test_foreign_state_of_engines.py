@@ -9,8 +9,7 @@ import torch
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.backends.torch import attention_plan
-from dflash_trt.core.page_windows import PageWindow
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow
 from dflash_trt.engine_dir import EngineLimits
 from tests.parity.test_foreign_state import (
     CONTENTS,

@@ -15,10 +15,9 @@ from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.cli.main import cli
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.request import Request
-from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow, StepHandle, StepPlan
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength

@@ -13,7 +13,7 @@ from dflash_trt.backends.tensorrt.build_rank import record_of
 from dflash_trt.backends.tensorrt.builder import PlanOptions
 from dflash_trt.cli.main import cli
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.engine_dir.provenance import TensorRTRecord
 from tests.factories import make_target, make_zlab_drafter
 
 

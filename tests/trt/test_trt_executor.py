@@ -17,7 +17,7 @@ from dflash_trt.core.batch import StepBatch, chained, plan_of, request_results, 
 from dflash_trt.core.errors import BuildError, EngineDirError
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.engine_dir.provenance import TensorRTRecord
 from scripts.tensorrt_self_test import qualify
 from tests.engines import PAGE_SIZE, Decoding, make_executor
 from tests.parity.test_logit_rules import PROMPTS, make_loop, make_request, outputs_of

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.handles import Value, tensor_of
-from dflash_trt.backends.cuda.rows import rows_of
+from dflash_trt.backends.cuda.handles import Value, rows_of, tensor_of
 from dflash_trt.kernels import sampling_launch, selector_launch
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
 from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks

@@ -25,14 +25,13 @@ from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.shipped import use_shipped_kernels
-from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
-from dflash_trt.backends.cuda.step_launches import SAMPLING, LogitUse, StepLaunches, StepMemory
+from dflash_trt.backends.cuda.step_launches import SAMPLING, DeviceSnapshots, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
 from dflash_trt.backends.padding import StepShape, decode_shape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
-from dflash_trt.backends.page_tables import PageTables
 from dflash_trt.backends.sequence_batch import sequence_batches
+from dflash_trt.backends.slots import PageTables
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
 from dflash_trt.backends.step_inputs import StepShapes
 from dflash_trt.backends.torch.loading import (

@@ -1,18 +1,22 @@
 """Handles of the GPU's ops: work put off until the kernel that does it along the way.
 
 Heads are normed and rotated where they are attended, sums added where they are normed, norms and gates rounded as the
-next GEMM wants them.
+next GEMM wants them. `RowsIndex` has rows of tokens as the attention kernels read them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from dflash_trt.kernels.attention_fixed import Piece
+from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.norm_launch import add_rms_norm, gelu_mul, rms_norm, silu_mul
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
 from dflash_trt.kernels.row_codes import FP8
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
+from dflash_trt.network.ops import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +149,34 @@ def rotation_of(q: Heads, k: Heads | None = None, v: Heads | None = None) -> Rot
         k_norm=None if k is None or k.norm is None else k.norm[0],
         eps=norms[0][1] if norms else 1e-6,
         norms_v=norms_v,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsIndex:
+    """Requests of some rows with their pages of one group, and the pieces in which they are attended."""
+
+    requests: RequestTensors
+    pieces: tuple[Piece, ...]
+
+
+def rows_of(
+    positions: Tensor,
+    token_offsets: Tensor,
+    context_lens: Tensor,
+    page_table: Tensor,  # int32 [G, R, P], each group's at an aligned address
+    *,
+    keeps_kv: bool,
+) -> Rows[Any]:
+    """The offsets of blocks are read by no kernel; the step's are there in their place."""
+    tables = page_table.view(-1, len(context_lens), page_table.shape[-1])
+    requests = [RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=t) for t in tables]
+    whole = slice(len(positions))
+    return Rows(
+        positions=positions,
+        token_offsets=token_offsets if keeps_kv else None,
+        context_lens=context_lens,
+        page_table=page_table,
+        keeps_kv=keeps_kv,
+        index=tuple(RowsIndex(requests=group, pieces=(Piece(rows=whole, requests=group),)) for group in requests),
     )

@@ -16,12 +16,23 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.cuda.drafter_ops import DrafterOps
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
-from dflash_trt.backends.cuda.handles import Attended, Gated, Heads, Norm, RopeRows, Sum, Value, rotation_of, tensor_of
+from dflash_trt.backends.cuda.handles import (
+    Attended,
+    Gated,
+    Heads,
+    Norm,
+    RopeRows,
+    RowsIndex,
+    Sum,
+    Value,
+    rotation_of,
+    rows_of,
+    tensor_of,
+)
 from dflash_trt.backends.cuda.latent_attention import attend_device_latent
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
-from dflash_trt.backends.cuda.rows import RowsIndex, rows_of
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe

@@ -1,6 +1,8 @@
 """Launches of a step in three parts, each possibly a CUDA graph: target to logits, sampling, drafts.
 
-A step that changes or reads its logits replays the first and the last part, and samples in its own way.
+A step that changes or reads its logits replays the first and the last part, and samples in its own way. Snapshots of
+recurrent state (`backends/torch/snapshots.py`) are copied by launches on the stream of the steps, before and after a
+step's graph: in the order of the steps, whatever the host knows of them yet, and no graph depends on them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dflash_trt.backends.cuda.handles import tensor_of
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.graphs import Enqueue, unowned
 from dflash_trt.backends.torch.logprobs import LogprobsReader
+from dflash_trt.core.step_plan import StateCopies
+from dflash_trt.kernels.row_copies_launch import RowCopies
 from dflash_trt.network.decoder import TargetRun
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
@@ -100,3 +104,31 @@ class StepLaunches:
             num_draft_tokens=self._num_draft_tokens,
         )
         self._memory.store(result.acceptance, result.proposal)
+
+
+class DeviceSnapshots:
+    """Copies between slots, on the current stream; snapshot i is slot `first_slot + i`."""
+
+    def __init__(self, state: StepState[Tensor], *, first_slot: int) -> None:
+        slots = state.slots
+        self._slots = RowCopies(slots, slots, device=slots[0].device) if slots else None
+        self._first_slot = first_slot
+
+    def restore(self, copies: StateCopies) -> None:
+        """Fill slots from snapshots, before a step."""
+        for slot, snapshot in zip(copies.slots.tolist(), copies.snapshots.tolist(), strict=True):
+            self._copy(self._first_slot + snapshot, slot)
+
+    def save(self, copies: StateCopies) -> None:
+        """Copy slots to snapshots, after a step."""
+        for slot, snapshot in zip(copies.slots.tolist(), copies.snapshots.tolist(), strict=True):
+            self._copy(slot, self._first_slot + snapshot)
+
+    def warm_up(self) -> None:
+        """Compile the kernel, on the slot of padding."""
+        if self._slots is not None:
+            self._copy(self._first_slot - 1, self._first_slot - 1)
+
+    def _copy(self, source: int, destination: int) -> None:
+        assert self._slots is not None, "a target without recurrent layers has no snapshots"
+        self._slots.copy(source, destination)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
-from dflash_trt.backends.page_tables import PageTables
+from dflash_trt.backends.slots import PageTables
 from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import TensorBlock
 from dflash_trt.backends.tensorrt.network import (
@@ -25,9 +25,8 @@ from dflash_trt.backends.tensorrt.network import (
     table_name,
 )
 from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import page_group_of
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.network.proposal import Proposal
 

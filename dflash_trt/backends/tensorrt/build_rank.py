@@ -17,8 +17,8 @@ from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
+from dflash_trt.engine_dir.provenance import PLUGIN_LIBRARY_NAME, ProfileRecord, TensorRTRecord
 from dflash_trt.engine_dir.tensor_file import ByteSink
-from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, ProfileRecord, TensorRTRecord
 from dflash_trt.formats.registry import split_quantized
 
 

@@ -17,8 +17,7 @@ from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.core.batch import plan_of
 from dflash_trt.core.errors import EngineDirError
-from dflash_trt.core.page_windows import num_pages_for
-from dflash_trt.core.step_plan import StepExecutor, StepPlan
+from dflash_trt.core.step_plan import StepExecutor, StepPlan, num_pages_for
 
 CANARY: Final = 40.0  # exact in every type that pages have
 _CHUNK_BYTES: Final = 64 << 20  # looked at at once: the pools fill the device

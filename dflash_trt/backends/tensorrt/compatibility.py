@@ -11,7 +11,7 @@ from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
+from dflash_trt.engine_dir.provenance import TensorRTRecord, plan_name
 
 _LIBRARY = "Pass --plugin-library with a library of dflash-trt build-plugin, or leave it out for the engine's own."
 _REBUILD = "Build it again on this machine: dflash-trt build ... --backend tensorrt --overwrite"

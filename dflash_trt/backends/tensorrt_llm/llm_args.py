@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.tensorrt_llm_record import DRAFTER_DIR, TARGET_DIR
+from dflash_trt.engine_dir.provenance import DRAFTER_DIR, TARGET_DIR
 
 _FREE_GPU_MEMORY_FRACTION: Final = 0.8
 

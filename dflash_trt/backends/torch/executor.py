@@ -28,7 +28,6 @@ from dflash_trt.backends.torch.loading import (
     rotaries_of,
     states_of,
 )
-from dflash_trt.backends.torch.logit_rules import AdjustScores, adjustment
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
@@ -36,6 +35,7 @@ from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.sampling import AdjustScores, adjustment
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling

@@ -21,11 +21,11 @@ from dflash_trt.backends.torch.attention_plan import plan_attention, plan_blocks
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
-from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.paged_rows import previous_rows, read_rows
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
+from dflash_trt.backends.torch.sampling import AdjustScores
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe

@@ -15,10 +15,9 @@ from dflash_trt.checkpoint.decoder_config import (
     require_dense,
     require_plain_decoder,
 )
-from dflash_trt.checkpoint.drafters.attention import zlab_masks
+from dflash_trt.checkpoint.drafters.attention import with_gpt_oss_defaults, zlab_masks
 from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
 from dflash_trt.checkpoint.drafters.dflash2 import KEYS, read_dflash2
-from dflash_trt.checkpoint.drafters.gpt_oss_defaults import with_gpt_oss_defaults
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.checkpoint.producers.base import require_known_producer

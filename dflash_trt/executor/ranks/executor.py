@@ -21,7 +21,7 @@ from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import DFlashError, EngineDirError, RankError
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepHandle, StepPlan, StepResult
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure

@@ -15,7 +15,7 @@ from weakref import finalize
 
 from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import DFlashError, RankError
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.executor.ranks.messages import (
     OpenShard,
     Order,

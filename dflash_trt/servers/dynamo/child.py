@@ -10,7 +10,7 @@ import sys
 import threading
 
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.core.process import let_threads_sleep
 from dflash_trt.servers.dynamo.connections import raise_file_limit
 from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings
 

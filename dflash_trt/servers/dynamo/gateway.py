@@ -22,7 +22,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, T
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.core.errors import RequestError
-from dflash_trt.core.sampling_limits import MAX_GRAMMAR_LEN
+from dflash_trt.core.sampling import MAX_GRAMMAR_LEN
 from dflash_trt.engine_dir.template_renderer import max_conversation_bytes
 from dflash_trt.servers.dynamo.answers import as_error_object, error_object, joined
 from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, ApiRequest, check_size, read_api_request

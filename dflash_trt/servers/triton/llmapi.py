@@ -11,7 +11,7 @@ from typing import Final
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.engine_dir.tensorrt_llm_record import triton_model, yaml_text
+from dflash_trt.engine_dir.provenance import triton_model, yaml_text
 from dflash_trt.servers.triton.pbtxt import read
 from dflash_trt.serving.tensorrt_llm.settings import llm_args, resolved_settings
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.responses import Arrays, ResponseMaker
 from dflash_trt.serving.output_processor import StreamChunk
-from dflash_trt.serving.samples import SampleStreams
+from dflash_trt.serving.stream import SampleStreams
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 

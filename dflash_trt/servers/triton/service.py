@@ -28,7 +28,7 @@ from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.prompts import PromptReader
-from dflash_trt.serving.samples import SampleStreams
+from dflash_trt.serving.stream import SampleStreams
 
 _SWEEP_S = 0.05  # how often requests without responses are asked whether they are cancelled, at most
 _MAX_SWEEP_FRACTION = 0.05  # share of wall time

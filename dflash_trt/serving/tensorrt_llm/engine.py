@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 from weakref import finalize
 
 from dflash_trt.core.errors import ConfigError, EngineDirError, QueueFullError, RequestError
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
-from dflash_trt.engine_dir.tensorrt_llm_record import CONTAINER
-from dflash_trt.serving.mailbox import Mailbox
-from dflash_trt.serving.output_processor import OutputProcessor
+from dflash_trt.engine_dir.provenance import CONTAINER
+from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.tensorrt_llm.link import Answer, Link

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.core.errors import EngineDirError
-from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.process import OwnProcess
 from dflash_trt.serving.tensorrt_llm import worker
 from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost, finish_reason
 
