@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import (
+    SIZES,
     ceil_div,
     first_key,
     load_place,
@@ -39,19 +40,10 @@ def block_start(block, begin, num_left, right_begin, KEY_BLOCK: tl.constexpr, IS
 @triton.jit
 def absorb_stored(
     queries,
-    pages,
-    page_rows,  # this request's row of the page table
-    begin,  # num_left key blocks start here, the others at right_begin
-    num_left,
-    right_begin,
-    num_blocks,
-    key_end,
-    lowest,  # [TILE], the first and last key each row sees; read only with IS_MASKED
-    highest,
+    stored,  # pages, this request's row of the page table, page_shift, kv_head, kv_heads
+    blocks,  # begin, where num_left key blocks start, and right_begin, where the others do; num_blocks, key_end
+    seen,  # [TILE], the first and last key each row sees; read only with IS_MASKED
     factors,  # score_scale * k_scale, softcap
-    kv_head,
-    kv_heads,
-    page_shift,
     v_dim,  # [DIM / PARTS], the dimensions of V that this program takes
     state,  # maximum, total, output
     HEAD_DIM: tl.constexpr,
@@ -62,6 +54,9 @@ def absorb_stored(
     IS_MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
     """Take in `num_blocks` key blocks from the pages."""
+    pages, page_rows, page_shift, kv_head, kv_heads = stored
+    begin, num_left, right_begin, num_blocks, key_end = blocks
+    lowest, highest = seen
     maximum, total, output = state
     scale, softcap = factors
     dim = tl.arange(0, DIM)
@@ -111,10 +106,8 @@ def absorb_stored(
 @triton.jit
 def absorb_own_block(
     queries,
-    k_rows,  # rows of this request's block and K/V head
-    v_rows,
-    k_stride,
-    v_stride,
+    keys,  # rows of this request's block and K/V head, and their stride
+    values,
     row,  # [TILE], the slot of each query
     num_rows,
     max_lag,
@@ -128,6 +121,8 @@ def absorb_own_block(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Take in the keys of the block itself, nearly always one key block."""
+    k_rows, k_stride = keys
+    v_rows, v_stride = values
     maximum, total, output = state
     scale, softcap = factors
     dim = tl.arange(0, DIM)[None, :]
@@ -145,27 +140,7 @@ def absorb_own_block(
     return maximum, total, output
 
 
-# Sizes of a step and of a model take no part in what is compiled at first use: one build serves them all, as ahead of
-# time.
-@triton.jit(
-    do_not_specialize=[
-        "num_requests",
-        "block_rows",
-        "pages_per_request",
-        "kv_heads",
-        "heads_per_kv",
-        "heads_reciprocal",
-        "page_shift",
-        "state_index",
-        "max_lag",
-        "max_lead",
-        "window_step",
-        "min_rows",
-        "max_rows",
-        "work_slots",
-        "has_sinks",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def attention_kernel(
     q,  # F [N, heads, D]
     pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]; its type alone is read with POOLED
@@ -225,15 +200,11 @@ def attention_kernel(
         request, token, num_rows, position, key_begin, key_end, slot, splits = plan_item(
             tl.program_id(1),
             tl.num_programs(1) - work_slots,
-            token_offsets,
-            context_lens,
-            num_requests,
+            (token_offsets, context_lens, num_requests),
             block_rows,
             TILE // heads_per_kv,
-            max_lag,
-            window_step,
-            min_rows,
-            max_rows,
+            (max_lag, window_step),
+            (min_rows, max_rows),
             work_slots,
             0,
             TILE,
@@ -282,7 +253,8 @@ def attention_kernel(
         tl.zeros([TILE], tl.float32),
         tl.zeros([TILE, DIM // PARTS], tl.float32),
     )
-    page_rows = page_table + request.to(tl.int64) * pages_per_request
+    stored = (pages, page_table + request.to(tl.int64) * pages_per_request, page_shift, kv_head, kv_heads)
+    seen = (lowest, highest)
     factors = (score_scale * k_scale, softcap)
     full_begin = key_begin
     full_end = key_begin
@@ -294,54 +266,15 @@ def attention_kernel(
         full_begin = tl.where(first_full < last_full, first_full, key_begin)
         full_end = tl.where(first_full < last_full, last_full, key_begin)
         num_full = (full_end - full_begin) // KEY_BLOCK
+        blocks = (full_begin, num_full, full_end, num_full, key_end)
         state = absorb_stored(
-            queries,
-            pages,
-            page_rows,
-            full_begin,
-            num_full,
-            full_end,
-            num_full,
-            key_end,
-            lowest,
-            highest,
-            factors,
-            kv_head,
-            kv_heads,
-            page_shift,
-            v_dim,
-            state,
-            HEAD_DIM,
-            DIM,
-            KEY_BLOCK,
-            PAGE_RUN,
-            HAS_SOFTCAP,
-            False,
+            queries, stored, blocks, seen, factors, v_dim, state, HEAD_DIM, DIM, KEY_BLOCK, PAGE_RUN, HAS_SOFTCAP, False
         )
     num_left = (full_begin - key_begin) // KEY_BLOCK
+    num_blocks = num_left + ceil_div(key_end - full_end, KEY_BLOCK)
+    blocks = (key_begin, num_left, full_end, num_blocks, key_end)
     maximum, total, output = absorb_stored(
-        queries,
-        pages,
-        page_rows,
-        key_begin,
-        num_left,
-        full_end,
-        num_left + ceil_div(key_end - full_end, KEY_BLOCK),
-        key_end,
-        lowest,
-        highest,
-        factors,
-        kv_head,
-        kv_heads,
-        page_shift,
-        v_dim,
-        state,
-        HEAD_DIM,
-        DIM,
-        KEY_BLOCK,
-        PAGE_RUN,
-        HAS_SOFTCAP,
-        True,
+        queries, stored, blocks, seen, factors, v_dim, state, HEAD_DIM, DIM, KEY_BLOCK, PAGE_RUN, HAS_SOFTCAP, True
     )
     output *= v_scale
 
@@ -356,10 +289,8 @@ def attention_kernel(
                 block_queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
             maximum, total, output = absorb_own_block(
                 block_queries,
-                block_k + first_slot_row.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM,
-                block_v + first_slot_row.to(tl.int64) * block_v_stride + kv_head * HEAD_DIM,
-                block_k_stride,
-                block_v_stride,
+                (block_k + first_slot_row.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM, block_k_stride),
+                (block_v + first_slot_row.to(tl.int64) * block_v_stride + kv_head * HEAD_DIM, block_v_stride),
                 token - first_slot_row + row,
                 block_rows,
                 # A window that counts from the first row hides nothing of the block itself.

@@ -26,6 +26,14 @@ import triton.language as tl
 
 from dflash_trt.kernels import launch_rules
 
+# Sizes of a step and of a model take no part in what is compiled at first use: one build serves them all, as ahead of
+# time. A kernel of attention has some of these arguments.
+SIZES = (
+    *("num_requests", "pages_per_request", "page_shift", "state_index", "work_slots", "split_blocks"),
+    *("block_rows", "rows_per_tile", "min_rows", "max_rows", "min_direct_rows"),
+    *("kv_heads", "heads_per_kv", "groups", "group_heads", "heads_reciprocal"),
+    *("max_lag", "max_lead", "window_step", "has_sinks"),
+)
 PLAN_WORDS = tl.constexpr(launch_rules.PLAN_WORDS)  # int32, of an item: the result of `plan_item`, in its order
 
 
@@ -109,15 +117,11 @@ def request_lengths(token_offsets, context_lens, index, is_request, block_rows, 
 def plan_item(
     index,
     tile_capacity,
-    token_offsets,  # int32 [R + 1]; not read with HAS_BLOCK
-    context_lens,  # int32 [R]
-    num_requests,
+    requests_of_step,  # token_offsets int32 [R + 1], not read with HAS_BLOCK; context_lens int32 [R]; R
     block_rows,  # S; read only with HAS_BLOCK
     rows_per_tile,
-    max_lag,
-    window_step,
-    min_rows,
-    max_rows,
+    reach,  # max_lag, window_step
+    served,  # min_rows, max_rows
     work_slots,
     split_blocks,  # 0: as many splits as fill the GPU
     TILE: tl.constexpr,
@@ -131,6 +135,9 @@ def plan_item(
     (request, first query row, number of rows, position of the first, first key, end of keys, index among the partial
     results, split and number of splits). An item without work has no rows.
     """
+    token_offsets, context_lens, num_requests = requests_of_step
+    max_lag, window_step = reach
+    min_rows, max_rows = served
     requests = tl.arange(0, REQUESTS)
     rows, context = request_lengths(
         token_offsets, context_lens, requests, requests < num_requests, block_rows, HAS_BLOCK
@@ -212,19 +219,7 @@ def load_place(plan, index):
     return tl.load(words + 6), tl.load(words + 7)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_requests",
-        "block_rows",
-        "rows_per_tile",
-        "max_lag",
-        "window_step",
-        "min_rows",
-        "max_rows",
-        "work_slots",
-        "split_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def attention_plan_kernel(
     plan,  # out, int32 [items, PLAN_WORDS]
     token_offsets,
@@ -249,15 +244,11 @@ def attention_plan_kernel(
     item = plan_item(
         index,
         tl.num_programs(0) - work_slots,
-        token_offsets,
-        context_lens,
-        num_requests,
+        (token_offsets, context_lens, num_requests),
         block_rows,
         rows_per_tile,
-        max_lag,
-        window_step,
-        min_rows,
-        max_rows,
+        (max_lag, window_step),
+        (min_rows, max_rows),
         work_slots,
         split_blocks,
         TILE,

@@ -11,25 +11,11 @@ Names in grid expressions are as in attention.py.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention_partition import load_place, load_range, plan_item, query_row, split_and_number
+from dflash_trt.kernels.attention_partition import SIZES, load_place, load_range, plan_item, query_row, split_and_number
 from dflash_trt.kernels.row_codes import e4m3
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_requests",
-        "block_rows",
-        "kv_heads",
-        "heads_per_kv",
-        "heads_reciprocal",
-        "max_lag",
-        "window_step",
-        "min_rows",
-        "max_rows",
-        "work_slots",
-        "has_sinks",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def attention_reduction_kernel(
     attended,  # out, F [N, heads, D]
     partials,  # float32 [work_slots, kv_heads, TILE, D]
@@ -72,15 +58,11 @@ def attention_reduction_kernel(
         _, token, num_rows, _, _, _, slot, splits = plan_item(
             tl.program_id(1),
             tl.num_programs(1),
-            token_offsets,
-            context_lens,
-            num_requests,
+            (token_offsets, context_lens, num_requests),
             block_rows,
             TILE // heads_per_kv,
-            max_lag,
-            window_step,
-            min_rows,
-            max_rows,
+            (max_lag, window_step),
+            (min_rows, max_rows),
             work_slots,
             0,
             TILE,
@@ -97,21 +79,14 @@ def attention_reduction_kernel(
     is_row = row < num_rows
     dim = tl.arange(0, DIM)
     is_part = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    heads = (kv_head, kv_heads, heads_per_kv)
+    rows = (in_tile, row, is_row, is_part)
     joined = joined_splits(
-        partials,
-        partial_stats,
-        slot,
-        num_splits,
-        sinks,
-        kv_head,
-        kv_heads,
-        heads_per_kv,
-        has_sinks,
-        in_tile,
-        row,
-        is_row,
-        is_part,
-        dim,
+        (partials, partial_stats),
+        (slot, num_splits),
+        (sinks, has_sinks),
+        heads,
+        rows,
         HEAD_DIM,
         DIM,
         TILE,
@@ -123,7 +98,7 @@ def attention_reduction_kernel(
     tl.store(out + offset, joined, mask=is_part)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "heads_per_kv", "heads_reciprocal", "has_sinks"])
+@triton.jit(do_not_specialize=SIZES)
 def attention_codes_kernel(
     attended,  # F [N, heads, D]; read where a tile has one split
     partials,  # float32 [work_slots, kv_heads, TILE, D]
@@ -159,21 +134,14 @@ def attention_codes_kernel(
     if num_splits == 1:
         value = tl.load(attended + offset, mask=is_part, other=0.0).to(tl.float32)
     else:
+        heads = (kv_head, kv_heads, heads_per_kv)
+        rows = (in_tile, row, is_row, is_part)
         value = joined_splits(
-            partials,
-            partial_stats,
-            slot,
-            num_splits,
-            sinks,
-            kv_head,
-            kv_heads,
-            heads_per_kv,
-            has_sinks,
-            in_tile,
-            row,
-            is_row,
-            is_part,
-            dim,
+            (partials, partial_stats),
+            (slot, num_splits),
+            (sinks, has_sinks),
+            heads,
+            rows,
             HEAD_DIM,
             DIM,
             TILE,
@@ -186,20 +154,11 @@ def attention_codes_kernel(
 
 @triton.jit
 def joined_splits(
-    partials,
-    partial_stats,
-    slot,
-    num_splits,
-    sinks,
-    kv_head,
-    kv_heads,
-    heads_per_kv,
-    has_sinks,
-    in_tile,  # [ROWS]
-    row,
-    is_row,
-    is_part,  # [ROWS, DIM]
-    dim,
+    partial_results,  # partials, partial_stats
+    splits,  # slot of the first, their number
+    sinks_of_heads,  # sinks, has_sinks
+    heads,  # kv_head, kv_heads, heads_per_kv
+    rows,  # in_tile [ROWS], row, is_row, is_part [ROWS, DIM]
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -207,6 +166,12 @@ def joined_splits(
     STAGES: tl.constexpr,
 ):
     """float32 [ROWS, DIM]."""
+    partials, partial_stats = partial_results
+    slot, num_splits = splits
+    sinks, has_sinks = sinks_of_heads
+    kv_head, kv_heads, heads_per_kv = heads
+    in_tile, row, is_row, is_part = rows
+    dim = tl.arange(0, DIM)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DIM], tl.float32)

@@ -73,44 +73,12 @@ def expert_gate_up_kernel(
         rows = expert * 2 * FFN + features
         scale_rows = rows_of_scales(block_rows, num_block_rows, expert, features, rows, is_row, FORM)
         scale = tl.load(input_scale + (1 + SPLITS_INPUT) * expert) if INPUT != 0 else 1.0
-        both = _gate_up(
-            x,
-            tokens,
-            is_token,
-            scale,
-            codes,
-            block_scale,
-            rows,
-            scale_rows,
-            is_row,
-            OUT,
-            TOKENS,
-            IN,
-            BLOCK_IN,
-            FORM,
-            INPUT,
-            factors,
-        )
+        inputs = (x, x, tokens, is_token)  # a block scale of x is not read
+        matrix = (codes, block_scale, rows, scale_rows, is_row)
+        both = product(inputs, matrix, scale, factors, 2 * OUT, TOKENS, IN, BLOCK_IN, FORM, INPUT)
         if SPLITS_INPUT:  # rare: every published checkpoint has one scale for both
             scale = tl.load(input_scale + 2 * expert + 1)
-            of_up = _gate_up(
-                x,
-                tokens,
-                is_token,
-                scale,
-                codes,
-                block_scale,
-                rows,
-                scale_rows,
-                is_row,
-                OUT,
-                TOKENS,
-                IN,
-                BLOCK_IN,
-                FORM,
-                INPUT,
-                factors,
-            )
+            of_up = product(inputs, matrix, scale, factors, 2 * OUT, TOKENS, IN, BLOCK_IN, FORM, INPUT)
             both = tl.where((halves < OUT)[:, None], both, of_up)
         if SCALES_INPUTS and INPUT == _AS_THEY_ARE:  # the same before the product, which would have to wait for it
             both *= factors[None, :]
@@ -160,24 +128,9 @@ def expert_down_kernel(
         is_row = features < HIDDEN_SIZE
         rows = expert * HIDDEN_SIZE + features
         scale_rows = rows_of_scales(block_rows, num_block_rows, expert, features, rows, is_row, FORM)
-        result = product(
-            hidden,
-            hidden_block_scale,
-            places.to(tl.int64),
-            is_token,
-            1.0,
-            codes,
-            block_scale,
-            rows,
-            scale_rows,
-            is_row,
-            OUT,
-            TOKENS,
-            FFN,
-            BLOCK_IN,
-            FORM,
-            INPUT,
-        )
+        inputs = (hidden, hidden_block_scale, places.to(tl.int64), is_token)
+        matrix = (codes, block_scale, rows, scale_rows, is_row)
+        result = product(inputs, matrix, 1.0, None, OUT, TOKENS, FFN, BLOCK_IN, FORM, INPUT)
         if HAS_ROW_SCALE:
             result *= tl.load(row_scale + rows, mask=is_row, other=0.0)[:, None]
         if HAS_BIAS:
@@ -214,47 +167,6 @@ def expert_sum_kernel(
             is_here = is_in & (index >= 0) & (index < num_experts)
         total += tl.load(results + at, mask=is_here, other=0.0).to(tl.float32)
     tl.store(out + row * HIDDEN_SIZE + columns, total.to(out.dtype.element_ty), mask=is_in)
-
-
-@triton.jit
-def _gate_up(
-    x,
-    tokens,
-    is_token,
-    scale,
-    codes,
-    block_scale,
-    rows,
-    scale_rows,
-    is_row,
-    OUT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    IN: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    FORM: tl.constexpr,
-    INPUT: tl.constexpr,
-    factors,
-):
-    """The gate rows and the up rows in one product."""
-    return product(
-        x,
-        x,  # not read
-        tokens,
-        is_token,
-        scale,
-        codes,
-        block_scale,
-        rows,
-        scale_rows,
-        is_row,
-        2 * OUT,
-        TOKENS,
-        IN,
-        BLOCK_IN,
-        FORM,
-        INPUT,
-        factors,
-    )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Names in grid expressions are as in attention.py; `groups` of `group_heads` head
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention_partition import load_place, load_range, query_row, split_and_number
+from dflash_trt.kernels.attention_partition import SIZES, load_place, load_range, query_row, split_and_number
 from dflash_trt.kernels.attention_reduction import LOG2_E, absorb, for_pages
 from dflash_trt.kernels.rope_and_pages import pooled
 
@@ -88,18 +88,7 @@ def absorb_latents(
     return maximum, total, output
 
 
-# As in attention.py: one build serves steps and models of all sizes.
-@triton.jit(
-    do_not_specialize=[
-        "min_direct_rows",
-        "pages_per_request",
-        "groups",
-        "group_heads",
-        "heads_reciprocal",
-        "page_shift",
-        "state_index",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def latent_attention_kernel(
     q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; but with POOLED, up to TILE heads after the last are read
     pages,  # F or float8_e4m3fn [pages, page_size, LATENT + ROPE]; its type alone is read with POOLED

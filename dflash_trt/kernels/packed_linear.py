@@ -37,24 +37,9 @@ def packed_linear_kernel(
     features = (tl.program_id(1) * OUT + tl.arange(0, OUT)).to(tl.int64)
     is_row = features < OUT_SIZE
     scale_rows = rows_of_scales(block_rows, num_block_rows, 0, features, features, is_row, FORM)
-    result = product(
-        x,
-        x_block_scale,
-        tokens,
-        is_token,
-        1.0,
-        codes,
-        block_scale,
-        features,
-        scale_rows,
-        is_row,
-        OUT,
-        TOKENS,
-        IN,
-        BLOCK_IN,
-        FORM,
-        INPUT,
-    )
+    inputs = (x, x_block_scale, tokens, is_token)
+    weights = (codes, block_scale, features, scale_rows, is_row)
+    result = product(inputs, weights, 1.0, None, OUT, TOKENS, IN, BLOCK_IN, FORM, INPUT)
     if HAS_ROW_SCALE:
         result *= tl.load(row_scale + features, mask=is_row, other=0.0)[:, None]
     if HAS_BIAS:

@@ -25,25 +25,26 @@ _FP8_BLOCK_SIZE = tl.constexpr(128)
 
 @triton.jit
 def product(
-    x,  # F, or codes: float8_e4m3fn, or uint8 of two columns each; rows of IN
-    x_block_scale,  # float8_e4m3fn, rows of IN / 16; read only with NVFP4 codes
-    x_rows,  # int64 [TOKENS]
-    is_token,
+    inputs,
+    weights,
     input_scale,  # float32; read only with ROUNDED_HERE
-    codes,  # rows of IN, two columns a byte in 4-bit formats
-    block_scale,  # as the format has it
-    rows,  # int64 [OUT], of the weight
-    scale_rows,  # int64 [OUT], of `block_scale`
-    is_row,
+    x_factors,  # float32 [TOKENS], of rows of x before they are quantized, or None; used only with ROUNDED_HERE
     OUT: tl.constexpr,
     TOKENS: tl.constexpr,
     IN: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     FORM: tl.constexpr,
     INPUT: tl.constexpr,
-    x_factors=None,  # float32 [TOKENS], of rows of x before they are quantized; used only with ROUNDED_HERE
 ):
-    """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows."""
+    """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows.
+
+    `inputs` are x, rows of IN in F or codes: float8_e4m3fn, or uint8 of two columns each; its block scales, rows of
+    IN / 16 in float8_e4m3fn, read only with NVFP4 codes; the rows of both, int64 [TOKENS]; and is_token. `weights` are
+    codes, rows of IN, two columns a byte in 4-bit formats; block scales as the format has them; the rows of each, int64
+    [OUT]; and is_row.
+    """
+    x, x_block_scale, x_rows, is_token = inputs
+    codes, block_scale, rows, scale_rows, is_row = weights
     # Not "ieee": for SM100 Triton 3.7 makes TF32 of it where a factor was narrower (triton-lang/triton#10176).
     acc = tl.zeros((OUT, TOKENS), tl.float32)
     inverse = 1.0 / input_scale
