@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.slots import PlanInputs
-from dflash_trt.backends.staging import upload
+from dflash_trt.backends.slots import PlanInputs, upload
 from dflash_trt.core.array import Array
 from dflash_trt.core.logit_rules import ANY_TOKEN, MAX_BAD_WORD_TOKENS, LogitRules
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, TokenMasks

@@ -2,8 +2,12 @@
 
 A step's decode rows are filled from here, so the host submits it without knowing what the step before it gave. All of
 it is a few PyTorch operations at fixed addresses, which run on any device, and inside of a CUDA graph.
+
+Snapshots of recurrent state are slots after the requests', filled and read by plain copies. The whole slot is copied,
+records included, so a snapshot is valid whether the last row stored a folded state or records still to be folded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
+from dflash_trt.core.array import Array
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.core.step_plan import ExecutorLimits, StateCopies
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.proposal import Proposal
 
@@ -119,3 +124,38 @@ class PageTables:
         sizes = shape.sizes(max_pages=self._max_pages)
         rows, pages = sizes["R"], sizes["P"]
         return self._memory[:, : rows * pages].view(-1, rows, pages)
+
+
+class SlotSnapshots:
+    """Copies between slots, on the current stream of a GPU; snapshot i is slot `first_slot + i`."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, first_slot: int) -> None:
+        """`tensors` have a row for each slot."""
+        self._tensors = tensors
+        self._first_slot = first_slot
+
+    def restore(self, copies: StateCopies) -> None:
+        """Fill slots from snapshots, before a step."""
+        self._copy(copies.snapshots + self._first_slot, copies.slots)
+
+    def save(self, copies: StateCopies) -> None:
+        """Copy slots to snapshots, after a step."""
+        self._copy(copies.slots, copies.snapshots + self._first_slot)
+
+    def _copy(self, sources: Array, destinations: Array) -> None:
+        if not len(sources):
+            return
+        device = self._tensors[0].device
+        read, written = (upload(torch.from_numpy(slots), device) for slots in (sources, destinations))
+        for tensor in self._tensors:
+            tensor.index_copy_(0, written, tensor.index_select(0, read))
+
+
+def upload(values: Tensor, device: torch.device | None) -> Tensor:
+    """A copy on `device` that the host does not wait for: PyTorch keeps its pinned block until then.
+
+    Returns `values` for a CPU (or None).
+    """
+    if device is None or device.type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

@@ -232,16 +232,6 @@ class CopiedStep:
         return 0.0 if self._started is None else float(self._started.elapsed_time(self._copied)) / 1e3
 
 
-def upload(values: Tensor, device: torch.device | None) -> Tensor:
-    """A copy on `device` that the host does not wait for: PyTorch keeps its pinned block until then.
-
-    Returns `values` for a CPU (or None).
-    """
-    if device is None or device.type != "cuda":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
-
-
 def new_timer(device: torch.device) -> Any:
     """An event that is recorded at the start of a step; None on a CPU."""
     event = _new_event(device, has_timing=True)

@@ -127,7 +127,7 @@ def attend_pages(
         found=True,
         hint="Only a draft block has an anchor.",
     )
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    requests.check(num_requests, "token_offsets")
     launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
     sizes = {"num_rows": len(q), "num_requests": num_requests, "num_verify_rows": num_verify_rows}
     if is_verify_step(**sizes) or options.split_length is not None:
@@ -201,8 +201,7 @@ class _Launch:
         heads, head_dim = q.shape[1:]
         check_pages(pages, dtype=q.dtype, head_dim=head_dim, scales=(options.k_scale, options.v_scale))
         check_tensor("attended", attended, dtype=q.dtype, shape=q.shape)
-        check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
-        check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+        requests.check(num_requests, "context_lens", "page_table")
         check(
             heads % pages.shape[3] == 0,
             "q",
@@ -309,35 +308,8 @@ class _Launch:
         )
 
     def _reduce(self, part: Partition, plan: Tensor, partials: Tensor, stats: Tensor) -> None:
-        options, requests, kv_heads = self.options, self.requests, self.pages.shape[3]
-        attention_reduction_kernel[(kv_heads, part.tile_capacity, part.tile // REDUCTION_ROWS)](
-            self.attended,
-            partials,
-            stats,
-            plan,
-            requests.token_offsets,
-            requests.context_lens,
-            stats if options.sinks is None else options.sinks,
-            part.num_requests,
-            part.block_rows,
-            kv_heads,
-            part.heads_per_kv,
-            heads_reciprocal(heads_per_kv=part.heads_per_kv),
-            options.max_lag,
-            options.window_step,
-            part.min_rows,
-            part.max_rows,
-            part.num_slots,
-            int(options.sinks is not None),
-            **attention_constants(head_dim=self.q.shape[2]),
-            **part.constants,
-            PLANNED=True,
-            ROWS=REDUCTION_ROWS,
-            STAGES=REDUCTION_STAGES,
-            num_warps=4,
-            num_stages=1,
-            enable_fp_fusion=True,
-        )
+        heads = (self.pages.shape[3], part.heads_per_kv)
+        join_splits(self.attended, (partials, stats), plan, self.requests, part, heads, sinks=self.options.sinks)
 
     def _quantize(self, part: Partition, plan: Tensor, partials: Tensor, stats: Tensor) -> None:
         options, kv_heads, codes = self.options, self.pages.shape[3], self.codes
@@ -376,3 +348,44 @@ class _Launch:
             hint="Make it with allocate_workspace for these heads.",
         )
         return self.workspace[: size.num_partials], self.workspace[size.num_partials : size.num_elements]
+
+
+def join_splits(
+    attended: Tensor,  # out, F [N, heads, D], of tiles with more than one split
+    partial_results: tuple[Tensor, Tensor],  # partials, stats
+    plan: Tensor,
+    requests: RequestTensors,
+    part: Partition,
+    heads: tuple[int, int],  # K/V heads or groups, query heads of each
+    *,
+    sinks: Tensor | None = None,
+) -> None:
+    (partials, stats), (kv_heads, heads_per_kv) = partial_results, heads
+    attention_reduction_kernel[(kv_heads, part.tile_capacity, part.tile // REDUCTION_ROWS)](
+        attended,
+        partials,
+        stats,
+        plan,
+        requests.token_offsets,
+        requests.context_lens,
+        stats if sinks is None else sinks,
+        part.num_requests,
+        part.block_rows,
+        kv_heads,
+        heads_per_kv,
+        heads_reciprocal(heads_per_kv=heads_per_kv),
+        part.max_lag,
+        part.window_step,
+        part.min_rows,
+        part.max_rows,
+        part.num_slots,
+        int(sinks is not None),
+        **attention_constants(head_dim=attended.shape[2]),
+        **part.constants,
+        PLANNED=True,
+        ROWS=REDUCTION_ROWS,
+        STAGES=REDUCTION_STAGES,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )

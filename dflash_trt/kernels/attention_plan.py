@@ -21,7 +21,7 @@ from dflash_trt.kernels.launch_rules import (
     max_lead,
     row_tiles,
 )
-from dflash_trt.kernels.launching import check, next_power_of_2
+from dflash_trt.kernels.launching import check, check_tensor, next_power_of_2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,16 @@ class RequestTensors:
     token_offsets: Tensor
     context_lens: Tensor
     page_table: Tensor
+
+    def check(self, num_requests: int, *names: str) -> None:
+        """Raise ValueError unless the tensors of these names are of `num_requests` requests."""
+        shapes: dict[str, list[int | None]] = {
+            "token_offsets": [num_requests + 1],
+            "context_lens": [num_requests],
+            "page_table": [num_requests, None],
+        }
+        for name in names:
+            check_tensor(name, getattr(self, name), dtype=torch.int32, shape=shapes[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

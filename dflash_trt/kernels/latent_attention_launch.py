@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels import launch_rules
-from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES, num_multiprocessors, workspace_size
+from dflash_trt.kernels.attention_launch import join_splits, num_multiprocessors, workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors, with_fixed_splits
-from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.compiling import active_architecture, fenced_stages
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_chunk import latent_chunk_kernel
@@ -62,8 +61,7 @@ def store_latents(
     check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
     check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[rope_dim // 2])
     check_tensor("norm", rotation.norm, dtype=latents.dtype, shape=[latent_dim])
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    requests.check(num_requests, "token_offsets", "page_table")
     if rows is not None:
         check_tensor("rows", rows, dtype=latents.dtype, shape=[num_rows, latent_dim + rope_dim])
     shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=rope_dim)
@@ -197,7 +195,7 @@ def attend_latents(
         num_stages=fenced_stages(attention_stages(queries.dtype), active_architecture()),
         enable_fp_fusion=True,
     )
-    _reduce(attended, partials, stats, plan, requests, part, groups, group_heads)
+    join_splits(attended, (partials, stats), plan, requests, part, (groups, group_heads))
     return attended
 
 
@@ -224,48 +222,6 @@ def _partition(
     return group_heads, part
 
 
-def _reduce(
-    attended: Tensor,
-    partials: Tensor,
-    stats: Tensor,
-    plan: Tensor,
-    requests: RequestTensors,
-    part: Partition,
-    groups: int,
-    group_heads: int,
-) -> None:
-    latent_dim = attended.shape[2]
-    attention_reduction_kernel[(groups, part.tile_capacity, part.tile // REDUCTION_ROWS)](
-        attended,
-        partials,
-        stats,
-        plan,
-        requests.token_offsets,
-        requests.context_lens,
-        stats,  # no sinks
-        part.num_requests,
-        part.block_rows,
-        groups,
-        group_heads,
-        heads_reciprocal(heads_per_kv=group_heads),
-        part.max_lag,
-        part.window_step,
-        part.min_rows,
-        part.max_rows,
-        part.num_slots,
-        0,
-        HEAD_DIM=latent_dim,
-        DIM=max(16, next_power_of_2(latent_dim)),
-        **part.constants,
-        PLANNED=True,
-        ROWS=REDUCTION_ROWS,
-        STAGES=REDUCTION_STAGES,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
-
-
 def _check_attended(
     queries: Tensor, pages: Tensor, requests: RequestTensors, shape: LatentShape, attended: Tensor, k_scale: float
 ) -> None:
@@ -277,9 +233,7 @@ def _check_attended(
     check(stored >= read, "queries", expected=f"memory for {read} elements", found=stored, hint=hint)
     _check_pages(pages, queries.dtype, shape.row_size, k_scale)
     check_tensor("attended", attended, dtype=queries.dtype, shape=[num_rows, shape.num_heads, shape.latent_dim])
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
-    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    requests.check(num_requests, "token_offsets", "context_lens", "page_table")
 
 
 def _check_pages(pages: Tensor, dtype: torch.dtype, row_size: int, k_scale: float) -> None:

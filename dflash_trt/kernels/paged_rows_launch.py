@@ -24,8 +24,7 @@ def previous_rows(
     page_shift = _check(pages, requests.page_table, dtype=x.dtype, width=width)
     check_tensor("x", x, dtype=pages.dtype, shape=[None, None])
     check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
+    requests.check(num_requests, "token_offsets", "context_lens")
     before = torch.empty_like(x)
     block = row_block(width)
     previous_rows_kernel[(num_rows, -(-width // block))](

@@ -98,8 +98,7 @@ def rotate_and_store(
     num_requests = len(requests.page_table)
     check_pages(pages, dtype=k.dtype, head_dim=k.shape[2], scales=(k_scale, v_scale))
     check(pages.shape[3] == k.shape[1], "k", expected=f"{pages.shape[3]} heads", found=k.shape[1], hint="As in pages.")
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    requests.check(num_requests, "token_offsets", "page_table")
     if limits is not None:
         check_tensor("limits", limits, dtype=torch.int32, shape=[num_requests])
     if q is not None and q_out is None:
@@ -157,9 +156,7 @@ def store_draft_context(
     check_tensor("kv", kv, dtype=FLOATS, shape=[len(positions), num_layers * 2 * kv_heads * head_dim])
     check_pages(pages, dtype=kv.dtype, head_dim=head_dim, scales=(1.0, 1.0))
     check_tensor("positions", positions, dtype=torch.int32, shape=[len(positions)])
-    check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
-    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    requests.check(num_requests, "context_lens", "token_offsets", "page_table")
     inv_freq = rotation.inv_freq
     assert inv_freq is not None, "drafters rotate their keys"
     check_tensor("inv_freq", inv_freq, dtype=torch.float32, shape=[head_dim // 2])

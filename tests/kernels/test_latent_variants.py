@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda.latent_attention import shape_of
-from dflash_trt.kernels import latent_attention_launch
+from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels import latent_attention_launch as launch
 from tests.kernels.latent_steps import Step, make_tensors, mla_of, run_kernels
 from tests.kernels.latent_variants import latent_variants
@@ -25,7 +25,7 @@ def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch, k_sc
     variants = latent_variants(
         shape_of(step.mla), torch.float16, page_dtype=page_dtype, num_requests=2, nope_dim=16, value_dim=9
     )
-    modules = [launch, launch, launch, latent_attention_launch]
+    modules = [launch, launch, attention_launch, launch]
     launched = zip(modules, variants, strict=True)
     recorders = [recorded(monkeypatch, module, f"{variant.name}_kernel") for module, variant in launched]
     run_kernels(step, make_tensors(step), torch.device("cpu"))

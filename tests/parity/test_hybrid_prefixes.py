@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.backends.slots import SlotSnapshots
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.request import Request
 from dflash_trt.core.runtime_config import SettingError
 from dflash_trt.core.step_plan import StateCopies

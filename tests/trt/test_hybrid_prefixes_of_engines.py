@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.slots import SlotSnapshots
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
-from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.step_plan import StateCopies
 from tests.parity.test_hybrid_prefixes import executor as executor

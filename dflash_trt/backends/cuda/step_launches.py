@@ -1,8 +1,8 @@
 """Launches of a step in three parts, each possibly a CUDA graph: target to logits, sampling, drafts.
 
 A step that changes or reads its logits replays the first and the last part, and samples in its own way. Snapshots of
-recurrent state (`backends/torch/snapshots.py`) are copied by launches on the stream of the steps, before and after a
-step's graph: in the order of the steps, whatever the host knows of them yet, and no graph depends on them.
+recurrent state (`backends/slots.py`) are copied by launches on the stream of the steps, before and after a step's
+graph: in the order of the steps, whatever the host knows of them yet, and no graph depends on them.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from dflash_trt.backends.graphs import Capture, CudaCapture, GraphCache
 from dflash_trt.backends.host_memory import HostMemory
 from dflash_trt.backends.padding import StepShape, full_block_shapes, prefill_kernel_shapes, verify_block_shape
 from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
+from dflash_trt.backends.slots import SlotSnapshots
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.tensorrt.buffers import EngineState, StepBuffers, shapes_of
@@ -30,7 +31,6 @@ from dflash_trt.backends.tensorrt.profiles import max_prompt_scores
 from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.tensorrt.scored_rows import ScoredRows, StepScores
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
 

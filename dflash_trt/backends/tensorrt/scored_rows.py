@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
-from dflash_trt.backends.staging import upload
+from dflash_trt.backends.slots import upload
 from dflash_trt.backends.tensorrt.network import HIDDEN_ROWS, SCORED, StepNetworkSpec, score_outputs_of
 from dflash_trt.backends.torch.logprobs import on_host, top_of_requests
 from dflash_trt.core.dtype import torch_dtype

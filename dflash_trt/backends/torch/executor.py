@@ -14,7 +14,7 @@ from dflash_trt.backends.host_memory import HostMemory
 from dflash_trt.backends.padding import StepShape, exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
-from dflash_trt.backends.slots import DeviceSlots
+from dflash_trt.backends.slots import DeviceSlots, SlotSnapshots
 from dflash_trt.backends.step_inputs import HostInputs, StepShapes, step_inputs, step_result
 from dflash_trt.backends.torch.deferred_context import deferred_context
 from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
@@ -37,7 +37,6 @@ from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.sampling import AdjustScores, adjustment
 from dflash_trt.backends.torch.shared_rows import SharedRows
-from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.model.rope import Rotary

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.staging import upload
+from dflash_trt.backends.slots import upload
 from dflash_trt.core.logprobs import LOGPROBS_ROWS, PromptScores, TopRows, TopTokens
 from dflash_trt.core.step_plan import StepPlan, StepResult
 
