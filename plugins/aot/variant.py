@@ -31,7 +31,7 @@ class KernelVariant:
     constexprs: Mapping[str, int | bool]
     num_warps: int
     num_stages: int
-    is_fenced: bool = False  # its loops load ahead as `kernels.loop_stages.fenced_stages` says
+    is_fenced: bool = False  # its loops load ahead as `kernels.compiling.fenced_stages` says
     has_fp_fusion: bool = True  # products and sums become one operation, with one rounding
     grid: tuple[str, str, str]
 
