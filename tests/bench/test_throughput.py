@@ -15,6 +15,7 @@ from dflash_trt.bench.lockstep import LockstepReport
 from dflash_trt.bench.roofline import Roofline
 from dflash_trt.bench.throughput import PolicyReport, PolicySpeed, best_lengths, mixed_work
 from dflash_trt.cli.main import cli
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from tests.scheduler.driver import make_limits
@@ -49,7 +50,8 @@ def side(speed: float, length: float | None = None) -> LockstepReport:
 
 
 def engine_that_drafts(most: int) -> Any:
-    return SimpleNamespace(manifest=SimpleNamespace(build_config=SimpleNamespace(max_draft_len=most)))
+    limits, models = SimpleNamespace(max_draft_len=most), SimpleNamespace(mapping=Mapping())
+    return SimpleNamespace(manifest=SimpleNamespace(build_config=limits, pretrained_config=models))
 
 
 def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_with_it() -> None:
