@@ -76,7 +76,9 @@ def test_the_tokens_are_those_of_one_token_at_a_time(is_ahead, num_draft_tokens)
 def test_the_tokens_are_those_of_one_token_at_a_time_whatever_k_is_next(lengths: tuple[int, ...], is_ahead) -> None:
     """Of more drafts than the next step verifies, no row of another request is masked."""
     turns, limits = itertools.cycle(lengths), make_limits()
-    policy = SimpleNamespace(choose=lambda num_decoding: next(turns), observe=lambda step: None, has_budget=False)
+    policy = SimpleNamespace(
+        choose=lambda num_decoding: next(turns), observe=lambda step: None, has_budget=False, is_joint=False
+    )
     executor = FakeExecutor(limits, vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(0.7))
     scheduler = Scheduler(limits, policy=policy)
     driver = Driver(scheduler, executor)

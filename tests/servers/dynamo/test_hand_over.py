@@ -477,6 +477,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "tool_call_parser": ("hermes", "tool_call_parser"),
     "reasoning_parser": ("qwen3", "reasoning_parser"),
     "model_name": ("m", "served_model_name"),
+    "component": ("baseline", "component"),
 }
 OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role", "prefill_min_tokens"}
 OF_SOCKETS = {"host"}  # see test_worker_address.py
