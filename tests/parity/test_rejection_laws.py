@@ -341,7 +341,8 @@ def test_drafts_from_the_text_with_the_drafters_probabilities_are_noticed(
     executor: TorchExecutor, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: they are no samples of what the slot keeps."""
-    honest = DeviceSlots.assemble
+    kind = type(executor._slots)
+    honest = kind.assemble
 
     def assemble(slots: DeviceSlots, plan: Any, inputs: Any, page_tables: Any = None) -> None:
         honest(slots, plan, inputs, page_tables)
@@ -349,7 +350,7 @@ def test_drafts_from_the_text_with_the_drafters_probabilities_are_noticed(
         is_decoding = inputs.num_candidates > 0
         inputs.draft_topk_probs.copy_(torch.where(is_decoding[:, None], kept, inputs.draft_topk_probs))
 
-    monkeypatch.setattr(DeviceSlots, "assemble", assemble)
+    monkeypatch.setattr(kind, "assemble", assemble)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW)
     counts, _ = texts_of(make_loop(executor, ngram=True), sampling, 2560, prompt=REPEATING)
     assert chi_square_p(*merge_rare(counts, probabilities(logprobs_after(target, REPEATING)) * counts.sum())) < 1e-6
