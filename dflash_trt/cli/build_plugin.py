@@ -20,7 +20,14 @@ from dflash_trt.core.exit_codes import ExitCode
     "--arch", help="GPUs to compile for, such as 90a,100a,103a.  [default: that of the engine's plans, or all of these]"
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one per core]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plugin"), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("plugin"),
+    show_default=True,
+    help="Directory to write the library to.",
+)
 @click.option("--kernels-only", is_flag=True, help="Without TensorRT and its headers: the kernels and a C interface.")
 @click.argument("kernels", nargs=-1, type=click.UNPROCESSED)
 def build_plugin(

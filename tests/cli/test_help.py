@@ -19,6 +19,7 @@ SAME = {
     "--output-file": "a file of results",
     "--trace-file": "a file of steps",
     "--output": "a directory to write",
+    "--config": "a file of build",
     "--max-new-tokens": "the length of a text",
 }
 OTHER_SPELLINGS = {"--prompts", "--input", "--trace", "--out", "--output-dir", "--max-tokens", "--force", "--precision"}
@@ -73,7 +74,7 @@ def test_an_option_has_the_spelling_of_all_commands(name: str, option: click.Opt
 def test_options_of_build_show_the_default_of_their_key() -> None:
     text = " ".join(help_of(build).split())
     for name, field in BuildConfig.model_fields.items():
-        if isinstance(field.default, str | int) and field.default != "":
+        if isinstance(field.default, str | int) and field.default not in ("", False):
             option = next(param for param in build.params if param.name == name)
             assert f"[default: {field.default}]" in str(getattr(option, "help", ""))
     assert "[float32|bfloat16|float16]" in text and "[torch|tensorrt|tensorrt_llm]" in text
