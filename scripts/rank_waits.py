@@ -26,7 +26,12 @@ from tests.factories import make_target
 _MANY: Final = 24
 _FEW: Final = 2
 _NUM_STEPS: Final = 60
-_SIZES: Final[dict[str, Any]] = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 8, "num_hidden_layers": 6}
+_SIZES: Final[dict[str, Any]] = {
+    "hidden_size": 512,
+    "moe_intermediate_size": 512,
+    "num_experts": 8,
+    "num_hidden_layers": 6,
+}
 
 
 class Exchanges:
