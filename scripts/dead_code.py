@@ -26,6 +26,7 @@ ALLOWED: Final = {
     "step_complete": "TensorRT's IProgressMonitor",
     "phase_finish": "TensorRT's IProgressMonitor",
     "connection_made": "asyncio's protocol",
+    "_should_skip_dynamo": "PyTorch's TorchDispatchMode",
     "get_current_*": "Triton's driver",
     "from_args": "Dynamo's engine",
     "kv_event_sources": "Dynamo's engine",

@@ -1,5 +1,7 @@
 """Recorded steps on a CPU: they give what the same steps give when each of their calls is made anew."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,14 @@ def test_programs_that_take_too_much_memory_give_way_to_later_ones(monkeypatch: 
     for key in (1, 1, 2, 2, 1, 3, 3, 2):
         assert torch.equal(some.run(key, lambda: added(x, x)), 2 * x)
     assert list(some._programs) == [3, 2]
+
+
+def test_recording_imports_no_compiler() -> None:
+    """PyTorch's takes a second, in the middle of the first text."""
+    code = (
+        "import sys, torch\n"
+        "from dflash_trt.backends.torch.native.programs import Memory\n"
+        "with Memory(): torch.empty(3)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -38,6 +38,11 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Raises UnrecordableError for operators that compute.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler, which takes a second, in order to leave this class out."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blocks: list[Array] = []
