@@ -92,6 +92,7 @@ NOT_RUN = {
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
     "dflash-trt build --target Qwen/": "needs the Hugging Face hub; tests/compile/test_hub_names.py has a stand-in",
     "dflash-trt build qwen3-8b-fp8": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
+    "dflash-trt plan kimi-k2.6-int4-h200": "needs the Hugging Face hub; tests/plan/test_attention_dp_plan.py plans it",
     "dflash-trt build kimi-k2.6-int4-b300": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
     "dflash-trt build gpt-oss-120b-mxfp4": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 -o qwen3-8b-trt": "needs TensorRT",

@@ -6,8 +6,6 @@ target alone computes so: drafts decide how fast a text comes, and never which.
 """
 
 from dataclasses import replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +14,7 @@ from dflash_trt.backends.cuda.gated_delta import apply_gated_delta
 from dflash_trt.backends.cuda.handles import Heads, Norm, Value, tensor_of
 from dflash_trt.backends.cuda.latent_attention import attend_latent_in_splits
 from dflash_trt.backends.cuda.ops import TorchGpuOps
+from dflash_trt.backends.torch.process_group import summed_in_order
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.kernels.attention_plan import AttentionOptions
@@ -65,12 +64,8 @@ class DeterministicGpuOps(TorchGpuOps):
         return attend_latent_in_splits(*given, split_length=self._resources.splits.split_length)
 
     def all_reduce(self, x: Value) -> Tensor:
-        """In float32, in the order of the ranks."""
         rows = tensor_of(x)
-        if self._ranks.num_ranks == 1:
-            return rows
-        addends = self._ranks.all_gather_columns(rows).float().chunk(self._ranks.num_ranks, dim=1)
-        return reduce(add, addends).to(rows.dtype)
+        return rows if self._ranks.num_ranks == 1 else summed_in_order(self._ranks, rows)
 
     def _row_options(self, options: AttentionOptions) -> AttentionOptions:
         assert self._resources.splits is not None

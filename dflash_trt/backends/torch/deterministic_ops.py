@@ -17,6 +17,7 @@ from dflash_trt.backends.torch.moe import activated, run_chosen_experts, unpacke
 from dflash_trt.backends.torch.native.linear import PanelLinear
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
+from dflash_trt.backends.torch.process_group import summed_in_order
 from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -68,11 +69,7 @@ class DeterministicOps(TorchOps):
         return run_chosen_experts(x, experts, moe, choice, self._expert, activate)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """In the order of the ranks, where a ring adds each part of a tensor from another rank on."""
-        if self._ranks.num_ranks == 1:
-            return x
-        first, *others = self._ranks.all_gather_columns(x).chunk(self._ranks.num_ranks, dim=1)
-        return sum(others, start=first)
+        return x if self._ranks.num_ranks == 1 else summed_in_order(self._ranks, x)
 
     def _expert(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
         return self.linear(x, unpacked_expert(linear, x.dtype))

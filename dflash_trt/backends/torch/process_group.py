@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -91,6 +93,16 @@ class OneRank:
 
 
 ONE_RANK = OneRank()
+
+
+def summed_in_order(ranks: RankGroup, x: Tensor, rows: slice | None = None) -> Tensor:
+    """`all_reduce` of [N, C] in float32 and in the order of the ranks, or some rows of it.
+
+    A ring adds each part of a tensor from another rank on, so that its bits depend on where a row stands.
+    """
+    gathered = ranks.all_gather_columns(x)
+    parts = (gathered if rows is None else gathered[rows]).float().chunk(ranks.num_ranks, dim=1)
+    return reduce(add, parts).to(x.dtype)
 
 
 class ProcessRanks:

@@ -1,12 +1,10 @@
 """Rows of a step that all ranks compute together: those of experts, where ranks have requests of their own."""
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 
 from torch import Tensor
 
-from dflash_trt.backends.torch.process_group import RankGroup
+from dflash_trt.backends.torch.process_group import RankGroup, summed_in_order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +23,5 @@ class SharedRows:
         """Each rank's part [sum, H] of all rows -> the sum of this rank's rows [N, H]."""
         if not self.is_in_order:
             return self.ranks.reduce_scatter_rows(x, self.num_rows)
-        start, count = sum(self.num_rows[: self.ranks.rank]), self.num_rows[self.ranks.rank]
-        parts = self.ranks.all_gather_columns(x)[start : start + count].float().chunk(self.ranks.num_ranks, dim=1)
-        return reduce(add, parts).to(x.dtype)
+        start = sum(self.num_rows[: self.ranks.rank])
+        return summed_in_order(self.ranks, x, slice(start, start + self.num_rows[self.ranks.rank]))
