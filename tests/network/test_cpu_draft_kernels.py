@@ -27,7 +27,9 @@ def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return load_kernels(library_path(request.param))
 
 
-def make_ops(kernels: CpuKernels | None, *, temperatures: tuple[float, ...] = (0.0,) * REQUESTS) -> Any:
+def make_ops(
+    kernels: CpuKernels | None, *, temperatures: tuple[float, ...] = (0.0,) * REQUESTS, has_confidence: bool = False
+) -> Any:
     requests = tuple(
         ScheduledRequest(
             request_id=str(index),
@@ -40,7 +42,7 @@ def make_ops(kernels: CpuKernels | None, *, temperatures: tuple[float, ...] = (0
         for index, temperature in enumerate(temperatures)
     )
     inputs = step_inputs(StepBatch(requests=requests, num_draft_tokens=K))
-    common: dict[str, Any] = {"page_size": 16, "num_draft_tokens": K}
+    common: dict[str, Any] = {"page_size": 16, "num_draft_tokens": K, "has_confidence": has_confidence}
     return TorchOps(inputs, {}, **common) if kernels is None else NativeOps(inputs, {}, kernels=kernels, **common)
 
 
@@ -147,6 +149,21 @@ def test_greedy_drafts_are_those_of_pytorch(kernels: CpuKernels) -> None:
             make_ops(each).draft_tokens(logits, acceptance, mapping, draft_topk=4).tokens for each in (kernels, None)
         )
         assert torch.equal(found, expected)
+
+
+def test_the_confidence_of_drafts_is_that_of_pytorch(kernels: CpuKernels) -> None:
+    torch.manual_seed(6)
+    logits, none = 3 * torch.randn(REQUESTS * K, VOCAB), torch.zeros(REQUESTS, dtype=torch.int32)
+    logits[1, 3], logits[2] = torch.nan, -torch.inf
+    acceptance = Acceptance(
+        emitted_tokens=none, emitted_logprobs=none, num_accepted=none, bonus_tokens=none, next_context_lens=none
+    )
+    found, expected = (
+        make_ops(each, has_confidence=True).draft_tokens(logits, acceptance, None, draft_topk=4).confidence
+        for each in (kernels, None)
+    )
+    assert found.isnan().sum() == 2 and found.shape == (REQUESTS, K)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_accepted", range(K + 1))

@@ -96,6 +96,18 @@ def test_recorded_steps_give_the_tokens_of_others(
     assert tokens_of(found) == tokens_of(expected)
 
 
+@pytest.mark.parametrize("has_confidence", [False, True])
+def test_greedy_steps_are_recorded_as_wholes(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], has_confidence: bool
+) -> None:
+    made: list[Programs] = []
+    create = Programs.__init__
+    monkeypatch.setattr(Programs, "__init__", lambda self, kernels: (create(self, kernels), made.append(self))[0])
+    outputs_of(make_executor(*pair, has_confidence=has_confidence), {1: 3})
+    [some] = made
+    assert not some._unrecordable and "step" in {key[0] for key in some._programs}  # type: ignore[index]
+
+
 def test_a_program_that_is_not_repeated_is_noticed(
     counted: type[Counted], monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
 ) -> None:

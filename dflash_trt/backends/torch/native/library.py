@@ -19,7 +19,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, Unsupported
 
 _LOG = logging.getLogger(__name__)
 
-_VERSION: Final = 3  # src/kernels.h has the same
+_VERSION: Final = 4  # src/kernels.h has the same
 
 
 class Arguments(ctypes.Structure):
@@ -199,6 +199,13 @@ class Accept(Arguments):
         ("bonus_tokens", c_void_p),
         ("next_context_lens", c_void_p),
     ]
+
+
+class Confidence(Arguments):
+    """DflashTrtConfidence."""
+
+    kernel: ClassVar = "confidence"
+    _fields_: ClassVar = [("scores", c_void_p), ("num_rows", c_int64), ("width", c_int64), ("out", c_void_p)]
 
 
 class Blocks(Arguments):

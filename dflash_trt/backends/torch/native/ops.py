@@ -22,6 +22,7 @@ from dflash_trt.backends.torch.native.library import (
     BlockConv,
     Blocks,
     Candidates,
+    Confidence,
     CopyRows,
     CpuKernels,
     RmsNorm,
@@ -365,6 +366,15 @@ class NativeOps(TorchOps):
         scores = torch.empty(tokens.shape)
         self._kernels.call(Candidates(logits.data_ptr(), *logits.shape, 1, scores.data_ptr(), tokens.data_ptr()))
         return self._with_confidence(Proposal(tokens=tokens), logits)
+
+    def _with_confidence(self, proposal: Proposal[Tensor], scores: Tensor) -> Proposal[Tensor]:
+        if not self._has_confidence:
+            return proposal
+        scores, out = scores.contiguous(), torch.empty(proposal.tokens.shape)
+        width = scores.shape[-1]
+        assert scores.dtype == torch.float32
+        self._kernels.call(Confidence(scores.data_ptr(), scores.numel() // width, width, out.data_ptr()))
+        return replace(proposal, confidence=out)
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         if self.has_fixed_shapes:

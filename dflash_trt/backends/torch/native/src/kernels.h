@@ -226,6 +226,16 @@ struct DflashTrtAcceptance
 
 void dflash_trt_cpu_accept(DflashTrtAcceptance const*);
 
+/// The probability of each row's largest score, of scores [rows, width]: see `Proposal.confidence`.
+struct DflashTrtConfidence
+{
+    float const* scores;
+    int64_t num_rows, width;
+    float* out; // [rows]
+};
+
+void dflash_trt_cpu_confidence(DflashTrtConfidence const*);
+
 /// Blocks [bonus token, fill, ...] from the position after the accepted tokens on: see `Ops.token_blocks`.
 struct DflashTrtBlocks
 {

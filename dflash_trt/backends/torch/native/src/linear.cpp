@@ -111,7 +111,7 @@ using namespace dflash_trt;
 
 int32_t dflash_trt_cpu_version()
 {
-    return 3;
+    return 4;
 }
 
 void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls)

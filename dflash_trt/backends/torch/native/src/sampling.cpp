@@ -1,4 +1,4 @@
-/// Greedy sampling of the target, log probabilities, and the accept test of drafts.
+/// Greedy sampling of the target, probabilities, and the accept test of drafts.
 #include "kernels.h"
 #include "simd.h"
 
@@ -36,8 +36,8 @@ int32_t first_of(float const* logits, int64_t vocab_size, float value) // the la
     return token;
 }
 
-/// NaN of a row that is not finite.
-float logprob_of(float const* logits, int64_t vocab_size, float most, int32_t token)
+/// Of exp(logit - most). NaN of a row that is not finite.
+float sum_of_exponentials(float const* logits, int64_t vocab_size, float most)
 {
     Vec sums = broadcast(0.0F);
     int64_t i = 0;
@@ -50,7 +50,7 @@ float logprob_of(float const* logits, int64_t vocab_size, float most, int32_t to
     {
         total += std::exp(logits[i] - most);
     }
-    return std::isinf(most) ? std::numeric_limits<float>::quiet_NaN() : logits[token] - most - std::log(total);
+    return std::isinf(most) ? std::numeric_limits<float>::quiet_NaN() : total;
 }
 
 } // namespace
@@ -70,7 +70,7 @@ void dflash_trt_cpu_accept(DflashTrtAcceptance const* arguments)
             float const most = largest_of(logits, a.vocab_size);
             int32_t const token = a.sampled == nullptr ? first_of(logits, a.vocab_size, most) : a.sampled[row];
             a.emitted_tokens[row] = token;
-            a.emitted_logprobs[row] = logprob_of(logits, a.vocab_size, most, token);
+            a.emitted_logprobs[row] = logits[token] - most - std::log(sum_of_exponentials(logits, a.vocab_size, most));
         }
         int32_t const* const rows = a.logit_rows + start;
         int32_t const num_candidates = a.num_candidates[request];
@@ -83,5 +83,15 @@ void dflash_trt_cpu_accept(DflashTrtAcceptance const* arguments)
         a.num_accepted[request] = accepted;
         a.bonus_tokens[request] = a.emitted_tokens[start + accepted];
         a.next_context_lens[request] = a.context_lens[request] + num_given - num_candidates + accepted;
+    }
+}
+
+void dflash_trt_cpu_confidence(DflashTrtConfidence const* arguments)
+{
+    DflashTrtConfidence const& a = *arguments;
+    for (int64_t row = 0; row < a.num_rows; ++row)
+    {
+        float const* const scores = a.scores + row * a.width;
+        a.out[row] = 1.0F / sum_of_exponentials(scores, a.width, largest_of(scores, a.width));
     }
 }
