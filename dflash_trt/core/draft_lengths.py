@@ -15,8 +15,8 @@ DRAFTER_FRACTION: Final = 0.25  # cost of drafting, relative to the target's at 
 def usual_draft_lengths(most: int, max_batch_size: int, device: Literal["cpu", "cuda"]) -> dict[int, int]:
     """K by the number of requests from which it holds: the most tokens for the cost of a step, as these usually are.
 
-    A request alone takes as many as the drafter makes; others half of them, a quarter and so on, since a GPU prepares
-    graphs for each K.
+    A GPU prepares graphs for each K: it takes as many as the drafter makes for a request alone, then half of them, a
+    quarter and so on.
     """
 
     def speed(size: int, length: int) -> float:
@@ -24,11 +24,12 @@ def usual_draft_lengths(most: int, max_batch_size: int, device: Literal["cpu", "
         num_rows = NUM_FIXED_ROWS[device] + size * (length + 1)
         return num_emitted / (num_rows * (1 + DRAFTER_FRACTION * (length > 0)))
 
-    lengths = [most >> halvings for halvings in range(most.bit_length() + 1)]
-    found = {1: most}
-    for size in (1 << power for power in range(1, max_batch_size.bit_length())):
+    is_cpu = device == "cpu"
+    lengths = range(most, -1, -1) if is_cpu else [most >> halvings for halvings in range(most.bit_length() + 1)]
+    found: dict[int, int] = {} if is_cpu else {1: most}
+    for size in (1 << power for power in range(max_batch_size.bit_length())):
         best = max(lengths, key=lambda length: speed(size, length))
-        if best != next(reversed(found.values())):
+        if best != next(reversed(found.values()), None):
             found[size] = best
     return found
 
