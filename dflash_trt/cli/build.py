@@ -84,8 +84,8 @@ class _BuildCommand(click.Command):
     "--dtype",
     type=_choice(FloatDType),
     help=with_default(
-        "Data type of activations and unquantized weights; no float16 with backend torch. With float32 on a CPU, "
-        "K and batch mates change practically no text.",
+        "Data type of activations and unquantized weights; no float16 with backend torch. On a CPU, K and batch mates "
+        "change practically no text.",
         "dtype",
     ),
 )

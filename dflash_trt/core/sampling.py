@@ -245,8 +245,8 @@ class SamplingParams:
         None,
         optional_of(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
         "Fixes the random numbers; below 2^63, by default drawn for each request. K and the batch change roundings and "
-        "so texts: practically none in float32 on a CPU, many in bfloat16, FP8 and FP4. Without a seed more drafts are "
-        "accepted, and a text depends on them.",
+        "so texts: practically none in float32 or bfloat16 on a CPU, many on a GPU, in FP8 and in FP4. Without a seed "
+        "more drafts are accepted, and a text depends on them.",
         dtype="int64",
         off=0,
         trtllm_names=("seed", "sampling_param_seed"),

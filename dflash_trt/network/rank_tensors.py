@@ -70,12 +70,12 @@ def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> 
     return map_parts(weights, Linear, change)
 
 
-def map_parts(weights: _Weights, kind: type[_Part], change: Callable[[_Part], Any]) -> _Weights:
+def map_parts(weights: _Weights, kind: type[_Part] | tuple[type[Any], ...], change: Callable[[_Part], Any]) -> _Weights:
     """The same for parts of any kind, outermost first."""
     return cast(_Weights, _mapped(weights, kind, change))
 
 
-def _mapped(value: Any, kind: type[_Part], change: Callable[[_Part], Any]) -> Any:
+def _mapped(value: Any, kind: type[_Part] | tuple[type[Any], ...], change: Callable[[_Part], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple):

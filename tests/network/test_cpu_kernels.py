@@ -16,6 +16,7 @@ from dflash_trt.backends.torch.native.linear import panel_linear
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.rope import RopeSpec, Rotary
 from dflash_trt.core.state_spec import PagedKv
@@ -79,9 +80,9 @@ def make_gqa(mask: AttentionMask, **fields: Any) -> Gqa:
     return Gqa(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rope=ROTARY.rope, mask=mask, **fields)
 
 
-def make_cache() -> Cache[Tensor]:
-    spec = PagedKv(name="layer", num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32")
-    return Cache(torch.full((64, *spec.page_shape(PAGE_SIZE)), torch.nan), spec)
+def make_cache(dtype: torch.dtype = torch.float32) -> Cache[Tensor]:
+    spec = PagedKv(name="layer", num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype_name(dtype))
+    return Cache(torch.full((64, *spec.page_shape(PAGE_SIZE)), torch.nan, dtype=dtype), spec)
 
 
 def block_rows(ops: Any) -> Rows[Tensor]:
@@ -94,17 +95,30 @@ def block_rows(ops: Any) -> Rows[Tensor]:
     return rows
 
 
-def attended(ops: Any, gqa: Gqa, sinks: Tensor | None = None, *, is_block: bool = False) -> tuple[Tensor, Tensor]:
-    """Of rows over pages that hold other requests' NaN, and the pages."""
-    generator, cache = torch.Generator().manual_seed(1), make_cache()
+def attended(
+    ops: Any,
+    gqa: Gqa,
+    sinks: Tensor | None = None,
+    *,
+    is_block: bool = False,
+    dtype: torch.dtype = torch.float32,
+    rounds: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Of rows over pages that hold other requests' NaN, and the pages. With `rounds` what pages get is bfloat16."""
+    generator, cache = torch.Generator().manual_seed(1), make_cache(dtype)
+
+    def kept(x: Tensor) -> Tensor:
+        return x.bfloat16().float() if rounds else x
+
     rows = block_rows(ops) if is_block else ops.token_rows()
     context = ops._inputs.context_lens.tolist()
     for pages, length in zip(ops._inputs.page_table.tolist(), context, strict=True):
         for position in range(length):
             where = cache.tensor[pages[position // PAGE_SIZE], :, position % PAGE_SIZE]
-            where.copy_(torch.randn(where.shape, generator=generator))
+            where.copy_(kept(torch.randn(where.shape, generator=generator)))
     qkv = torch.randn(len(rows.positions), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator)
     q, k, v = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
+    k, v = (k, v) if is_block else (kept(k), kept(v))
     return ops.attend(q * 3, k, v, rows, cache, gqa, sinks), cache.tensor
 
 
@@ -118,14 +132,29 @@ CASES |= {f"block, {name}": (mask, True) for name, mask in MASKS.items()}
 
 @pytest.mark.parametrize(("mask", "is_block"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("fields", [{}, {"scale": 0.05}, {"softcap": 5.0}, {"has_sinks": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of the pages
 def test_attention_is_that_of_pytorch(
-    kernels: CpuKernels, mask: AttentionMask, is_block: bool, fields: dict[str, Any]
+    kernels: CpuKernels, mask: AttentionMask, is_block: bool, fields: dict[str, Any], dtype: torch.dtype
 ) -> None:
     gqa, sinks = make_gqa(mask, **fields), torch.randn(HEADS) if "has_sinks" in fields else None
-    found, pages = attended(make_ops(kernels), gqa, sinks, is_block=is_block)
-    expected, expected_pages = attended(make_ops(None), gqa, sinks, is_block=is_block)
+    found, pages = attended(make_ops(kernels), gqa, sinks, is_block=is_block, dtype=dtype)
+    rounds = dtype == torch.bfloat16
+    expected, expected_pages = attended(make_ops(None), gqa, sinks, is_block=is_block, rounds=rounds)
     assert difference(found, expected) < 2e-6  # measured 9e-7
-    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pages.float(), expected_pages, rtol=0, atol=0, equal_nan=True)
+
+
+def test_k_and_v_are_rounded_as_pytorch_rounds(kernels: CpuKernels) -> None:
+    halves = [1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8 - 2.0**-20, 3.4e38, -3.4e38, 1e-39, -1e-45, 0.0, -0.0]
+    values = torch.tensor([*halves, torch.inf, -torch.inf, torch.nan]).repeat(100)[: KV_HEADS * HEAD_DIM]
+    ops, cache = make_ops(kernels), make_cache(torch.bfloat16)
+    rows = ops.token_rows()
+    kv = values.view(1, KV_HEADS, HEAD_DIM).repeat(len(rows.positions), 1, 1)
+    ops.attend(torch.zeros(len(kv), HEADS, HEAD_DIM), kv, kv, rows, cache, make_gqa(MASKS["causal"]))
+    found = cache.tensor[ops._inputs.page_table[1, 0], :, 0].flatten(1)  # the request without a context
+    expected = values.bfloat16().expand(2, -1)
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(found.nan_to_num(7).view(torch.int16), expected.nan_to_num(7).view(torch.int16))
 
 
 def test_another_mask_or_sink_is_another_attention(kernels: CpuKernels) -> None:
@@ -242,6 +271,9 @@ def test_copies_of_rows_are_those_of_pytorch(kernels: CpuKernels) -> None:
         "add in columns": lambda ops: ops.add(x.t(), x.t()),
         "concat tokens": lambda ops: ops.concat([rows, rows]),
         "gather tokens": lambda ops: ops.gather_rows(rows, rows[1, :1]),
+        "embedding of bfloat16": lambda ops: ops.embedding(
+            table.bfloat16() if ops is not plain else table.bfloat16().float(), rows.flatten(), 6.25
+        ),
         "without_first": lambda ops: ops.without_first(blocks),
         "without_first of one": lambda ops: ops.without_first(blocks[: K + 1]),
     }.items():
@@ -268,16 +300,21 @@ def test_the_context_of_drafts_is_stored_as_in_pytorch(kernels: CpuKernels) -> N
     width = 2 * KV_HEADS * HEAD_DIM
     kv, norm = torch.randn(sum(n for n, _ in STEP), 2 * width), torch.randn(HEAD_DIM)
 
-    def pages(ops: Any, num_rejected: int) -> list[Tensor]:
+    def pages(ops: Any, num_rejected: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         rows = ops.token_rows()
         limits = ops._inputs.context_lens + torch.tensor([n for n, _ in STEP], dtype=torch.int32) - num_rejected
         table = ops.rope_table(ROTARY, rows.positions)
-        layers = [KvDestination(cache=make_cache(), k_norm=k_norm, eps=1e-6, rope=table) for k_norm in (norm, None)]
+        layers = [
+            KvDestination(cache=make_cache(dtype), k_norm=k_norm, eps=1e-6, rope=table) for k_norm in (norm, None)
+        ]
         ops.store_kv(kv, layers, rows, limits)
         return [layer.cache.tensor for layer in layers]
 
     for found, expected in zip(pages(make_ops(kernels), 1), pages(make_ops(None), 1), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-6, equal_nan=True)  # measured 1e-6
+    rounded = pages(make_ops(kernels), 1, torch.bfloat16)
+    for found, expected in zip(rounded, pages(make_ops(None), 1), strict=True):
+        torch.testing.assert_close(found.float(), expected, rtol=2.0**-8, atol=3e-6, equal_nan=True)
     more = pages(make_ops(kernels), 0)[0].isnan().sum()
     assert more < pages(make_ops(None), 1)[0].isnan().sum()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.native import programs
+from dflash_trt.backends.torch.native.build import has_bfloat16_tiles
 from dflash_trt.backends.torch.native.library import Add, CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
@@ -96,16 +97,45 @@ def test_recorded_steps_give_the_tokens_of_others(
     assert tokens_of(found) == tokens_of(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_confidence", [False, True])
 def test_greedy_steps_are_recorded_as_wholes(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], has_confidence: bool
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], has_confidence: bool, dtype: torch.dtype
 ) -> None:
+    if dtype == torch.bfloat16 and has_bfloat16_tiles():
+        pytest.skip("bfloat16 engines are oneDNN's on this CPU")
     made: list[Programs] = []
     create = Programs.__init__
     monkeypatch.setattr(Programs, "__init__", lambda self, kernels: (create(self, kernels), made.append(self))[0])
-    outputs_of(make_executor(*pair, has_confidence=has_confidence), {1: 3})
+    outputs_of(make_executor(*pair, has_confidence=has_confidence, dtype=dtype), {1: 3})
     [some] = made
     assert not some._unrecordable and "step" in {key[0] for key in some._programs}  # type: ignore[index]
+
+
+@pytest.mark.skipif(has_bfloat16_tiles(), reason="bfloat16 engines are oneDNN's on this CPU")
+def test_texts_of_a_bfloat16_engine_depend_neither_on_drafts_nor_on_the_batch(pair: tuple[Path, Path]) -> None:
+    executors = [make_executor(*pair, dtype=torch.bfloat16, max_batch_size=size) for size in (8, 8, 1)]
+    assert executors[0]._state.target_kv[0].tensor.dtype == torch.bfloat16
+    found = [
+        outputs_of(executor, {1: num_drafts}, logprobs=True)
+        for executor, num_drafts in zip(executors, (0, 3, 5), strict=True)
+    ]
+    assert found[0][0].logprobs
+    for others in found[1:]:
+        assert [(x.token_ids, x.logprobs) for x in others] == [(x.token_ids, x.logprobs) for x in found[0]]
+
+
+@pytest.mark.skipif(has_bfloat16_tiles(), reason="bfloat16 engines are oneDNN's on this CPU")
+def test_a_bfloat16_engine_is_closer_to_float32_than_pytorchs(pair: tuple[Path, Path]) -> None:
+    def logits(**options: Any) -> Tensor:
+        return make_executor(*pair, **options).target_logits(PROMPTS[2] + PROMPTS[3]).float()
+
+    exact = logits()  # of the same weights
+    kernels, pytorch = (
+        (logits(dtype=torch.bfloat16, has_kernels=has_kernels) - exact).abs().mean().item()
+        for has_kernels in (True, False)
+    )
+    assert 0 < kernels < 0.7 * pytorch
 
 
 def test_a_program_that_is_not_repeated_is_noticed(

@@ -30,7 +30,7 @@ from dflash_trt.backends.torch.loading import (
 )
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
-from dflash_trt.backends.torch.native.ops import NativeOps, fits
+from dflash_trt.backends.torch.native.ops import NativeOps, fits, widened
 from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
@@ -111,7 +111,12 @@ class TorchExecutor:
         if network.mapping.dp_size > 1:
             self._ranks, self._shared = ONE_RANK, partial(SharedRows, ranks=ranks, is_in_order=is_deterministic)
         self.page_plan = page_plan
-        self.network = prepared(network, kernels, on_read=on_read)
+        states, dtype = states_of(network, quantization), activation_dtype(network)
+        native = kernels if fits(dtype, states) else None
+        if native is not None and dtype == torch.bfloat16:
+            network, dtype = widened(network), torch.float32
+        self._dtype = dtype
+        self.network = prepared(network, kernels, dtype=dtype, on_read=on_read)
         self.limits = limits_of(
             network,
             page_plan,
@@ -120,17 +125,15 @@ class TorchExecutor:
             max_draft_len=max_draft_len,
             has_confidence=has_confidence,
         )
-        self._dtype = dtype = activation_dtype(network)
-        self._rope_tables = _rope_tables(network, self.limits)
+        self._rope_tables = _rope_tables(network, self.limits, dtype)
         self._inputs = HostInputs(self.limits)
         self._slots = DeviceSlots(self.limits) if kernels is None else NativeSlots(self.limits, kernels)
         self._shapes = StepShapes(self.limits, _step_shape)
         self._ruled_slots = RuledSlots(self.limits.max_positions)
-        states = states_of(network, quantization)
         self._make_ops: Callable[..., TorchOps] = DeterministicOps if is_deterministic else TorchOps
-        if kernels is not None and fits(dtype, states):
+        if native is not None:
             make_ops = DeterministicNativeOps if is_deterministic else NativeOps
-            self._make_ops = partial(make_ops, kernels=kernels, programs=Programs(kernels))
+            self._make_ops = partial(make_ops, kernels=native, programs=Programs(native))
         self._state = allocate_state(
             states,
             num_pages=page_plan.num_pages,
@@ -321,9 +324,8 @@ def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     return replace(shape, num_pages=None) if has_wide_table else shape
 
 
-def _rope_tables(network: Network[Tensor], limits: ExecutorLimits) -> dict[Rotary, RopeTable]:
+def _rope_tables(network: Network[Tensor], limits: ExecutorLimits, dtype: torch.dtype) -> dict[Rotary, RopeTable]:
     num_positions = limits.max_positions + limits.max_draft_len + 1  # a draft block reaches further
-    dtype = activation_dtype(network)
     return {
         rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
     }

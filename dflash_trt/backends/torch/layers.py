@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import HalfLinear
-from dflash_trt.backends.torch.loading import with_experts, with_linears
+from dflash_trt.backends.torch.loading import activation_dtype, with_experts, with_linears
 from dflash_trt.backends.torch.moe import separated
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.backends.torch.ops import TorchOps
@@ -47,15 +47,27 @@ class JoinedGqa(GqaWeights[Tensor]):
 
 
 def prepared(
-    network: Network[Tensor], kernels: CpuKernels | None = None, *, on_read: Callable[[int], None] | None = None
+    network: Network[Tensor],
+    kernels: CpuKernels | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    on_read: Callable[[int], None] | None = None,
 ) -> Network[Tensor]:
     """The network for `TorchOps`; its linear layers use `kernels` where those have a layout for them.
 
-    Drafts decide how fast a text comes and never which: the drafter's activations may be rounded to bfloat16.
+    `dtype` is that of activations (default: the network's). Drafts decide how fast a text comes and never which: the
+    drafter's may be rounded to bfloat16, and so may those of a bfloat16 network.
     """
     joined = map_parts(with_experts(network, separated), Layer, _joined)
-    prepare = partial(prepare_linear, kernels=kernels)
-    linears = with_linears(joined, prepare, prepare_draft=partial(prepare, rounds_inputs=True), on_read=on_read)
+    operands = activation_dtype(network)
+    prepare = partial(prepare_linear, kernels=kernels, operands=operands)
+    linears = with_linears(
+        joined,
+        partial(prepare, rounds_inputs=operands == torch.bfloat16),
+        prepare_draft=partial(prepare, rounds_inputs=True),
+        dtype=dtype,
+        on_read=on_read,
+    )
     return map_parts(linears, Layer, _with_scaled_norms)
 
 

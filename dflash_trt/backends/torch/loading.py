@@ -119,18 +119,19 @@ def with_linears(
     prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]],
     *,
     prepare_draft: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]] | None = None,  # None means as the target's
+    dtype: torch.dtype | None = None,  # of activations; None means the network's
     on_read: Callable[[int], None] | None = None,
 ) -> Network[Tensor]:
     """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations.
 
     `on_read` is called with the bytes of each that was mapped and so has been read now.
     """
-    dtype, prepare_draft = activation_dtype(network), prepare_draft or prepare
+    wanted, prepare_draft = dtype or activation_dtype(network), prepare_draft or prepare
 
     def prepared(
         convert: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]], linear: Linear[Tensor]
     ) -> Linear[Tensor]:
-        result = convert(linear, dtype)
+        result = convert(linear, wanted)
         if on_read is not None:
             on_read(_num_bytes(linear))
         return result
@@ -157,7 +158,7 @@ def _num_bytes(linear: Linear[Tensor]) -> int:
 
 
 def activation_dtype(network: Network[Tensor]) -> torch.dtype:
-    """The dtype of activations, and of pages that are not FP8."""
+    """The engine's dtype: of activations, and of pages that are not FP8."""
     return network.target_weights.embedding.dtype
 
 

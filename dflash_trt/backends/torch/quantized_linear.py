@@ -42,22 +42,28 @@ class DequantizedWeight(QuantizedWeight[Tensor]):
 
 
 def dequantize(
-    weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True, kernels: CpuKernels | None = None
+    weight: QuantizedWeight[Tensor],
+    dtype: torch.dtype,
+    *,
+    is_kept: bool = True,
+    operands: torch.dtype | None = None,
+    **packing: Any,  # see `pack_for_cpu`
 ) -> DequantizedWeight:
     """Codes times their block scales, in `dtype` (float32 or bfloat16; float16 lacks their range).
 
-    With `is_kept`, for many calls, they are laid out for the CPU, which takes time.
+    They are rounded to `operands` (default: `dtype`). With `is_kept`, for many calls, they are laid out for the CPU,
+    which takes time.
     """
     assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
-    values = format_of(weight).unscaled(weight, dtype)
+    values = format_of(weight).unscaled(weight, operands or dtype).to(dtype)
     scales = None if weight.weight_scale is None else row_scale(weight)
     pieces, start = [], 0
     for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in group)
         scale = None if scales is None else scales[start:stop] * (1.0 if input_scale is None else input_scale)
         linear = Linear(weight=values[start:stop])
-        linear = pack_for_cpu(linear, kernels) if is_kept else linear
+        linear = pack_for_cpu(linear, **packing) if is_kept else linear
         pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
         start = stop
     return DequantizedWeight(
@@ -74,6 +80,7 @@ def prepare_linear(
     *,
     kernels: CpuKernels | None = None,
     rounds_inputs: bool = False,  # see `pack_for_cpu`
+    operands: torch.dtype | None = None,  # see `dequantize`
 ) -> Linear[Tensor]:
     """The layer in the form its device computes with, once, at load.
 
@@ -92,7 +99,8 @@ def prepare_linear(
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
-    return replace(linear, weight=dequantize(weight, dtype, kernels=kernels))
+    values = dequantize(weight, dtype, operands=operands, kernels=kernels, rounds_inputs=rounds_inputs)
+    return replace(linear, weight=values)
 
 
 def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:

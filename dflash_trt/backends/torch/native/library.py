@@ -87,6 +87,7 @@ class CopyRows(Arguments):
         ("factor", c_float),
         ("out", c_void_p),
         ("out_stride", c_int64),
+        ("is_bfloat16", c_int32),
     ]
 
 
@@ -159,6 +160,7 @@ class Attention(Arguments):
         ("is_window_anchored", c_int32),
         ("first_key", c_int32),
         ("num_threads", c_int32),
+        ("rounds_kv", c_int32),
     ]
 
 
@@ -175,6 +177,7 @@ class StoreKv(Arguments):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("limits", c_void_p),
+        ("rounds_kv", c_int32),
     ]
 
 

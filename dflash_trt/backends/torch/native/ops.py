@@ -1,6 +1,7 @@
 """The ops of a step on the CPU kernels: `TorchOps`, with what a layer does in fused calls.
 
-For float32 engines with float32 pages, whose heads are whole panels; others run on `TorchOps`.
+For float32 engines with float32 pages, whose heads are whole panels, and bfloat16 ones with bfloat16 pages, of which
+`widened` gives activations in float32; others run on `TorchOps`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.dflash2 import draft_noise, walked
+from dflash_trt.backends.torch.native.build import has_bfloat16_tiles
 from dflash_trt.backends.torch.native.library import (
     Accept,
     Add,
@@ -35,12 +37,15 @@ from dflash_trt.backends.torch.native.library import (
 )
 from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.ops import ByGroup, RopeTable, TorchOps
+from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent, SharedKv
-from dflash_trt.network.ops import Acceptance, Codebooks, KvDestination, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import Acceptance, Codebooks, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.rank_tensors import map_parts
 from dflash_trt.network.state import Cache
+from dflash_trt.network.step import Network
 
 R = TypeVar("R")
 
@@ -51,16 +56,26 @@ _MAX_RECORDED_ROWS: Final = 128  # of a step; in larger ones dispatch costs litt
 
 def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     """Engines of activations in `dtype` with these pages run on `NativeOps`."""
+    is_wide = dtype == torch.float32
+    if not is_wide and (dtype != torch.bfloat16 or has_bfloat16_tiles()):  # oneDNN has kernels for AMX
+        return False
 
     def is_known(spec: LayerState) -> bool:
         if isinstance(spec, Recurrent | PagedRows):
-            return True  # PyTorch computes it
+            return is_wide  # PyTorch computes it, in one dtype
         if isinstance(spec, PagedLatent | SharedKv):
             return False  # PyTorch computes it from indices of its own
         has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
-        return spec.dtype == "float32" and spec.scales is None and has_panels
+        return spec.dtype == dtype_name(dtype) and spec.scales is None and has_panels
 
-    return dtype == torch.float32 and all(is_known(spec) for spec in (*states.target, *states.draft))
+    return all(is_known(spec) for spec in (*states.target, *states.draft))
+
+
+def widened(network: Network[Tensor]) -> Network[Tensor]:
+    """The network with activations in float32: linear layers, and the table of embeddings, stay as they are."""
+    wide = map_parts(network, (Linear, Tensor), lambda part: part.float() if isinstance(part, Tensor) else part)
+    weights = replace(wide.target_weights, embedding=network.target_weights.embedding)
+    return replace(wide, target_weights=weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +203,7 @@ class NativeOps(TorchOps):
         return out
 
     def _copy(self, x: Tensor, out: Tensor, rows: Tensor | None = None, factor: float = 1.0) -> None:
-        assert x.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
+        assert x.dtype in (torch.float32, torch.bfloat16) and x.stride(1) == out.stride(1) == 1
         assert rows is None or (rows.dtype == torch.int32 and rows.is_contiguous())
         self._kernels.call(
             CopyRows(
@@ -200,6 +215,7 @@ class NativeOps(TorchOps):
                 factor,
                 out.data_ptr(),
                 out.stride(0),
+                x.dtype == torch.bfloat16,
             )
         )
 
@@ -275,6 +291,7 @@ class NativeOps(TorchOps):
             gqa.mask.is_window_anchored,
             gqa.mask.first_key,
             self._num_threads,
+            cache.tensor.dtype == torch.bfloat16,
         )
         attention.index = index  # kept with a recorded call
         self._kernels.call(attention)
@@ -295,6 +312,7 @@ class NativeOps(TorchOps):
                 spec.num_kv_heads,
                 spec.head_dim,
                 limits.data_ptr(),
+                layer.cache.tensor.dtype == torch.bfloat16,
             )
             storing.index = index  # kept with a recorded call
             self._kernels.call(storing)

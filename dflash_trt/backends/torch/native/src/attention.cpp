@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace dflash_trt
@@ -77,10 +78,11 @@ struct Request
 };
 
 /// K or V of one head: of a stored position, or of a row of the call.
+template <typename Element>
 struct Keys
 {
     Request const& request;
-    float const* stored; // of page 0, position 0
+    Element const* stored; // of page 0, position 0
     int64_t page_stride, position_stride;
     float const* own; // of row 0
     int64_t own_stride;
@@ -94,10 +96,10 @@ struct Keys
     {
         int64_t const size = of.rows.page_size * position_stride;
         page_stride = 2 * size;
-        stored = attention.pages + half * size + kv_head * attention.head_dim;
+        stored = static_cast<Element const*>(attention.pages) + half * size + kv_head * attention.head_dim;
     }
 
-    float const* at(int64_t position) const
+    Element const* at(int64_t position) const
     {
         return stored + request.page_of(position) * page_stride + position % request.rows.page_size * position_stride;
     }
@@ -108,7 +110,8 @@ struct Scratch
     std::vector<float> queries, scores, keys, attended;
 };
 
-/// Some rows of a request and the query heads of one K/V head.
+/// Some rows of a request and the query heads of one K/V head, over pages of these elements.
+template <typename Element>
 class Task
 {
 public:
@@ -191,8 +194,9 @@ private:
     template <typename At>
     void score(int64_t column, int64_t first, Range const& range, At const& at)
     {
-        alignas(64) static float const zeros[1024] = {};
-        float const* keys[kPanel];
+        using Key = std::decay_t<decltype(*at(first))>;
+        alignas(64) static Key const zeros[1024] = {};
+        Key const* keys[kPanel];
         for (int64_t key = 0; key < kPanel; ++key)
         {
             bool const is_inside = first + key >= range.start && first + key < range.stop;
@@ -276,10 +280,11 @@ private:
         }
     }
 
-    void add_values(int64_t column, float const* values, int64_t stride, int64_t count)
+    template <typename Value>
+    void add_values(int64_t column, Value const* values, int64_t stride, int64_t count)
     {
         multiply(Rows{scratch_.scores.data() + column, num_scores_, num_queries()},
-            Panels<float>{values, stride, kPanel}, attention_.head_dim / kPanel, count,
+            Panels<Value>{values, stride, kPanel}, attention_.head_dim / kPanel, count,
             Sums{scratch_.attended.data(), attention_.head_dim, true});
     }
 
@@ -304,22 +309,34 @@ private:
     Range rows_;
     int64_t kv_head_, heads_;
     Scratch& scratch_;
-    Keys keys_, values_;
+    Keys<Element> keys_, values_;
     Range stored_{INT64_MAX, 0}, own_{INT64_MAX, 0}; // that any of the rows sees
     int64_t first_;             // position of the first score, a multiple of kPanel
     int64_t own_offset_;        // of the scores of the request's own rows
     int64_t num_scores_;        // of a query, with padding
 };
 
-/// K and V of one row into the page of its position.
-void write_row(Request const& request, int64_t row, float* pages, float const* k, float const* v, int64_t size)
+void write(float const* from, int64_t size, float* to)
 {
-    int64_t const page_size = request.rows.page_size, position = request.rows.positions[row];
-    float* const to = pages + (request.page_of(position) * 2 * page_size + position % page_size) * size;
-    std::memcpy(to, k, size * sizeof(float));
-    std::memcpy(to + page_size * size, v, size * sizeof(float));
+    std::memcpy(to, from, size * sizeof(float));
 }
 
+void write(float const* from, int64_t size, BFloat16* to)
+{
+    std::transform(from, from + size, to, rounded_to_bfloat16);
+}
+
+/// K and V of one row into the page of its position.
+template <typename Element>
+void write_row(Request const& request, int64_t row, Element* pages, float const* k, float const* v, int64_t size)
+{
+    int64_t const page_size = request.rows.page_size, position = request.rows.positions[row];
+    Element* const to = pages + (request.page_of(position) * 2 * page_size + position % page_size) * size;
+    write(k, size, to);
+    write(v, size, to + page_size * size);
+}
+
+template <typename Element>
 void write_rows(DflashTrtTokenRows const& rows, DflashTrtAttention const& attention)
 {
     for (int64_t index = 0; index < rows.num_requests; ++index)
@@ -327,7 +344,7 @@ void write_rows(DflashTrtTokenRows const& rows, DflashTrtAttention const& attent
         Request const request(rows, index);
         for (int64_t row = request.start; row < request.stop; ++row)
         {
-            write_row(request, row, attention.pages, attention.k + row * attention.k_stride,
+            write_row(request, row, static_cast<Element*>(attention.pages), attention.k + row * attention.k_stride,
                 attention.v + row * attention.v_stride, attention.num_kv_heads * attention.head_dim);
         }
     }
@@ -360,32 +377,28 @@ std::vector<Share> shares_of(DflashTrtTokenRows const& rows, DflashTrtAttention 
     return shares;
 }
 
-} // namespace
-} // namespace dflash_trt
-
-using namespace dflash_trt;
-
-void dflash_trt_cpu_attend(DflashTrtAttention const* attention)
+template <typename Element>
+void attend(DflashTrtAttention const& attention)
 {
-    DflashTrtTokenRows const& rows = *attention->rows;
+    DflashTrtTokenRows const& rows = *attention.rows;
     if (rows.keeps_kv)
     {
-        write_rows(rows, *attention);
+        write_rows<Element>(rows, attention);
     }
-    std::vector<Share> const shares = shares_of(rows, *attention);
+    std::vector<Share> const shares = shares_of(rows, attention);
     int64_t const num_shares = shares.size();
-#pragma omp parallel for num_threads(attention->num_threads) schedule(dynamic) if (attention->num_threads > 1 && num_shares > 4)
+#pragma omp parallel for num_threads(attention.num_threads) schedule(dynamic) if (attention.num_threads > 1 && num_shares > 4)
     for (int64_t index = 0; index < num_shares; ++index)
     {
         thread_local Scratch scratch;
         Request const request(rows, shares[index].request);
-        Task(*attention, request, shares[index].rows, shares[index].kv_head, scratch).run();
+        Task<Element>(attention, request, shares[index].rows, shares[index].kv_head, scratch).run();
     }
 }
 
-void dflash_trt_cpu_store_kv(DflashTrtStoreKv const* arguments)
+template <typename Element>
+void store_kv(DflashTrtStoreKv const& a)
 {
-    DflashTrtStoreKv const& a = *arguments;
     DflashTrtTokenRows const& rows = *a.rows;
     int64_t const size = a.num_kv_heads * a.head_dim;
     std::vector<float> rotated(size);
@@ -396,7 +409,22 @@ void dflash_trt_cpu_store_kv(DflashTrtStoreKv const* arguments)
         {
             float const* const k = a.kv + row * a.kv_stride;
             rotate_row(a.rotation, row, k, a.num_kv_heads, a.head_dim, rotated.data());
-            write_row(request, row, a.pages, rotated.data(), k + size, size);
+            write_row(request, row, static_cast<Element*>(a.pages), rotated.data(), k + size, size);
         }
     }
+}
+
+} // namespace
+} // namespace dflash_trt
+
+using namespace dflash_trt;
+
+void dflash_trt_cpu_attend(DflashTrtAttention const* attention)
+{
+    attention->rounds_kv ? attend<BFloat16>(*attention) : attend<float>(*attention);
+}
+
+void dflash_trt_cpu_store_kv(DflashTrtStoreKv const* arguments)
+{
+    arguments->rounds_kv ? store_kv<BFloat16>(*arguments) : store_kv<float>(*arguments);
 }

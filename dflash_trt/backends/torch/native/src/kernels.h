@@ -80,13 +80,14 @@ void dflash_trt_cpu_add(DflashTrtAdd const*);
 /// out[i] = x[rows[i]] * factor.
 struct DflashTrtCopyRows
 {
-    float const* x;
+    void const* x;
     int64_t x_stride;
     int32_t const* rows; // null: row i
     int64_t num_rows, width;
     float factor;
     float* out;
     int64_t out_stride;
+    int32_t is_bfloat16; // x; else float32
 };
 
 void dflash_trt_cpu_copy_rows(DflashTrtCopyRows const*);
@@ -175,7 +176,7 @@ struct DflashTrtAttention
     float const* k; // [rows, kv_heads, head_dim]
     float const* v;
     int64_t q_stride, k_stride, v_stride; // of a row
-    float* pages;                         // [pages, 2, page_size, kv_heads, head_dim]
+    void* pages;                          // [pages, 2, page_size, kv_heads, head_dim], see `rounds_kv`
     int64_t num_heads, num_kv_heads, head_dim; // head_dim: a multiple of 32
     float const* sinks;                   // [heads]; null: none
     float* out;                           // [rows, heads, head_dim]
@@ -187,6 +188,7 @@ struct DflashTrtAttention
     int32_t is_window_anchored;
     int32_t first_key; // of the stored ones, for rows whose own are not stored
     int32_t num_threads;
+    int32_t rounds_kv; // 1: pages are bfloat16; 0: float32
 };
 
 void dflash_trt_cpu_attend(DflashTrtAttention const*);
@@ -199,9 +201,10 @@ struct DflashTrtStoreKv
     DflashTrtRotation rotation;
     float const* kv;
     int64_t kv_stride;
-    float* pages;
+    void* pages;
     int64_t num_kv_heads, head_dim;
     int32_t const* limits;
+    int32_t rounds_kv;
 };
 
 void dflash_trt_cpu_store_kv(DflashTrtStoreKv const*);

@@ -130,11 +130,11 @@ inline Weight const* vector_of(Weight const* row, int64_t panel_stride, int colu
     return row + column / kVectors * panel_stride + column % kVectors * kLanes;
 }
 
-template <int kRows, int kPanels>
-inline void multiply_tile(float const* a, int64_t stride, Panels<float> const& b, int64_t depth, Sums const& out)
+template <int kRows, int kPanels, typename Weight>
+inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& b, int64_t depth, Sums const& out)
 {
     Tile<kRows, kPanels> tile(out);
-    float const* row = b.first;
+    Weight const* row = b.first;
     for (int64_t k = 0; k < depth; ++k, row += b.row_stride)
     {
         tile.add(a + k, stride, [&](int column) { return load(vector_of(row, b.panel_stride, column)); });

@@ -30,6 +30,20 @@ float silu(float x)
     return x / (1.0F + std::exp(-x));
 }
 
+template <typename Element>
+void copy_rows(DflashTrtCopyRows const& a)
+{
+    for (int64_t row = 0; row < a.num_rows; ++row)
+    {
+        Element const* const from = static_cast<Element const*>(a.x) + (a.rows == nullptr ? row : a.rows[row]) * a.x_stride;
+        float* const to = a.out + row * a.out_stride;
+        for (int64_t i = 0; i < a.width; ++i)
+        {
+            to[i] = as_float(from[i]) * a.factor;
+        }
+    }
+}
+
 } // namespace
 
 void norm_row(float const* x, float const* weight, int64_t width, float eps, float* out)
@@ -129,14 +143,5 @@ void dflash_trt_cpu_add(DflashTrtAdd const* arguments)
 
 void dflash_trt_cpu_copy_rows(DflashTrtCopyRows const* arguments)
 {
-    DflashTrtCopyRows const& a = *arguments;
-    for (int64_t row = 0; row < a.num_rows; ++row)
-    {
-        float const* const from = a.x + (a.rows == nullptr ? row : a.rows[row]) * a.x_stride;
-        float* const to = a.out + row * a.out_stride;
-        for (int64_t i = 0; i < a.width; ++i)
-        {
-            to[i] = from[i] * a.factor;
-        }
-    }
+    arguments->is_bfloat16 ? copy_rows<BFloat16>(*arguments) : copy_rows<float>(*arguments);
 }

@@ -4,13 +4,42 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
 namespace dflash_trt
 {
 
-/// Two elements of bfloat16, the upper half of a float32.
+/// The upper half of a float32.
+struct BFloat16
+{
+    uint16_t bits;
+};
+
+inline float as_float(float x)
+{
+    return x;
+}
+
+inline float as_float(BFloat16 x)
+{
+    uint32_t const bits = static_cast<uint32_t>(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof(wide));
+    return wide;
+}
+
+/// To nearest even; NaN stays NaN.
+inline BFloat16 rounded_to_bfloat16(float x)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    uint32_t const rounded = std::isnan(x) ? bits | 0x400000U : bits + 0x7FFFU + (bits >> 16 & 1U);
+    return {static_cast<uint16_t>(rounded >> 16)};
+}
+
+/// Two elements of bfloat16.
 struct Pair
 {
     uint16_t first, second;
@@ -22,6 +51,11 @@ using Vec = __m512;
 constexpr int kLanes = 16;
 
 inline Vec load(float const* from) { return _mm512_loadu_ps(from); }
+inline Vec load(BFloat16 const* from)
+{
+    __m256i const halves = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
@@ -71,6 +105,11 @@ using Vec = __m256;
 constexpr int kLanes = 8;
 
 inline Vec load(float const* from) { return _mm256_loadu_ps(from); }
+inline Vec load(BFloat16 const* from)
+{
+    __m128i const halves = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 inline void store(float* to, Vec x) { _mm256_storeu_ps(to, x); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }

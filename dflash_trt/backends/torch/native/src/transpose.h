@@ -10,7 +10,8 @@ namespace dflash_trt
 #if defined(__AVX512F__)
 
 /// kLanes rows, of kLanes elements each, to columns.
-inline void transpose_square(float const* const* rows, int64_t from, float* to, int64_t stride)
+template <typename Element>
+inline void transpose_square(Element const* const* rows, int64_t from, float* to, int64_t stride)
 {
     __m512 r[16], t[16];
     for (int i = 0; i < 16; ++i)
@@ -40,7 +41,8 @@ inline void transpose_square(float const* const* rows, int64_t from, float* to, 
 #else
 
 /// kLanes rows, of kLanes elements each, to columns.
-inline void transpose_square(float const* const* rows, int64_t from, float* to, int64_t stride)
+template <typename Element>
+inline void transpose_square(Element const* const* rows, int64_t from, float* to, int64_t stride)
 {
     __m256 r[8], t[8];
     for (int i = 0; i < 8; ++i)
@@ -66,7 +68,8 @@ inline void transpose_square(float const* const* rows, int64_t from, float* to, 
 #endif
 
 /// rows [num_rows][width] to [width, num_rows]; both counts are multiples of kLanes.
-inline void transpose(float const* const* rows, int64_t width, int64_t num_rows, float* to)
+template <typename Element>
+inline void transpose(Element const* const* rows, int64_t width, int64_t num_rows, float* to)
 {
     for (int64_t row = 0; row < num_rows; row += kLanes)
     {
