@@ -184,6 +184,12 @@ class HostInputs:
 
     def assemble(self, plan: StepPlan, shape: StepShape, slots: DeviceSlots) -> StepInputs[Tensor]:
         """The inputs of a plan; overwritten by the next one."""
+        packed, inputs = self.pack(plan, shape, slots)
+        slots.assemble(packed, inputs)
+        return inputs
+
+    def pack(self, plan: StepPlan, shape: StepShape, slots: DeviceSlots) -> tuple[PlanInputs, StepInputs[Tensor]]:
+        """The host's part of it, for `DeviceSlots.assemble`; the same tensors for the same shape as before."""
         updates = plan.page_updates
         if len(updates.slots):
             entries = torch.from_numpy(updated_entries(updates, self._limits))
@@ -193,8 +199,7 @@ class HostInputs:
             packed = self._packer.block.views(shape)
             self._shape, self._plan_inputs = shape, PlanInputs(**packed)
             self._step_inputs = bind_inputs(packed, self._assembled.views(shape))
-        slots.assemble(self._plan_inputs, self._step_inputs)
-        return self._step_inputs
+        return self._plan_inputs, self._step_inputs
 
 
 def bind_inputs(packed: dict[str, Tensor], assembled: dict[str, Tensor]) -> StepInputs[Tensor]:

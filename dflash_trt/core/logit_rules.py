@@ -115,6 +115,9 @@ class RuledSlots:
         self._max_positions = max_positions
         self._slots: dict[int, tuple[LogitRules, Array]] = {}
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         """Applying the same updates again changes nothing."""
         for update in updates:

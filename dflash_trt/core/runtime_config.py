@@ -101,8 +101,8 @@ class RuntimeConfig(Frozen):
         Option(
             metavar="K|N:K,...",
             help="K, the drafts per request and step; by the number of decoding requests as in 1:7,16:5, 5 from 16 on; "
-            "the maximum with --adaptive (default: what usually pays: max_draft_len for one request on a GPU, 5 at most "
-            "on a CPU, fewer the more requests there are).",
+            "the maximum with --adaptive (default: what usually pays: for one request max_draft_len, on a CPU at most "
+            "5, and fewer the more there are).",
         ),
     ] = None
     adaptive_draft_length: Annotated[

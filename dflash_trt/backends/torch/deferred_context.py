@@ -83,6 +83,11 @@ class DeferredContext:
         self._free = list(reversed(range(num_blocks)))
         self._num_sorted = 0  # times
 
+    @property
+    def is_complete(self) -> bool:
+        """True if no request lacks anything."""
+        return not self._log and len(self._free) == len(self._pages)
+
     def keep(self, target: TargetRun[Tensor], ops: TorchOps, state: StepState[Tensor]) -> None:
         """Keep the taps of a step without drafts."""
         positions = target.rows.positions.numpy().copy()

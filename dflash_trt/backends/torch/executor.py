@@ -14,7 +14,7 @@ from dflash_trt.backends.host_memory import HostMemory
 from dflash_trt.backends.padding import StepShape, exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
-from dflash_trt.backends.slots import DeviceSlots, SlotSnapshots
+from dflash_trt.backends.slots import DeviceSlots, PlanInputs, SlotSnapshots
 from dflash_trt.backends.step_inputs import HostInputs, StepShapes, step_inputs, step_result
 from dflash_trt.backends.torch.deferred_context import deferred_context
 from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
@@ -30,7 +30,7 @@ from dflash_trt.backends.torch.loading import (
 )
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
-from dflash_trt.backends.torch.native.ops import NativeOps, fits, widened
+from dflash_trt.backends.torch.native.ops import MAX_RECORDED_ROWS, NativeOps, fits, widened
 from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
@@ -130,10 +130,8 @@ class TorchExecutor:
         self._slots = DeviceSlots(self.limits) if kernels is None else NativeSlots(self.limits, kernels)
         self._shapes = StepShapes(self.limits, _step_shape)
         self._ruled_slots = RuledSlots(self.limits.max_positions)
-        self._make_ops: Callable[..., TorchOps] = DeterministicOps if is_deterministic else TorchOps
-        if native is not None:
-            make_ops = DeterministicNativeOps if is_deterministic else NativeOps
-            self._make_ops = partial(make_ops, kernels=native, programs=Programs(native))
+        self._make_ops, programs = _ops_maker(native, ranks, is_deterministic=is_deterministic)
+        self._programs = None if is_deterministic or network.target.is_recurrent else programs  # of whole steps
         self._state = allocate_state(
             states,
             num_pages=page_plan.num_pages,
@@ -198,25 +196,48 @@ class TorchExecutor:
                 no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype)
                 share_experts(self._ops_of_no_step(plan.joint.num_tokens), self.network.target_weights, no_rows)
             return StepResult.of_no_rows()
-        inputs = self._inputs.assemble(plan, shape, self._slots)
+        packed, inputs = self._inputs.pack(plan, shape, self._slots)
+        if self._programs is not None and self._is_repeatable(plan, inputs):
+            key = "step", shape, plan.rows.num_draft_tokens, torch.get_num_threads()
+            return step_result(self._programs.run(key, partial(self._whole_step, plan, packed, inputs)))
+        self._slots.assemble(packed, inputs)
         self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
-        slot_ids = torch.from_numpy(plan.rows.slot_ids)
         ops = self._ops(
             inputs,
             num_draft_tokens=plan.rows.num_draft_tokens,
             adjust=adjust,
             masks=plan.masks,
-            slot_ids=slot_ids,
+            slot_ids=packed.slot_ids,
             rank_tokens=plan.joint.num_tokens if plan.joint else (),
         )
         outputs = self._outputs(ops, inputs, reader)
-        acceptance = outputs.acceptance
         ops.store_states()
         self._snapshots.save(plan.saves)
-        self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.proposal, acceptance.next_context_lens)
+        self._store(packed, outputs)
         result = step_result(outputs)
         return result if reader is None else reader.added_to(result)
+
+    def _is_repeatable(self, plan: StepPlan, inputs: StepInputs[Tensor]) -> bool:
+        """True of a step that is nothing but calls of the CPU kernels: greedy, without rules or more log probabilities.
+
+        No step of a network with recurrent layers is, and none that leaves its context to a later one.
+        """
+        is_small = plan.rows.total_tokens <= MAX_RECORDED_ROWS
+        has_context = self._context is None or (plan.rows.num_draft_tokens > 0 and self._context.is_complete)
+        is_plain = not (plan.slot_updates or plan.masks is not None or plan.has_logprobs or self._ruled_slots)
+        return is_small and has_context and is_plain and not inputs.temperature.numpy().any()
+
+    def _whole_step(self, plan: StepPlan, packed: PlanInputs, inputs: StepInputs[Tensor]) -> StepOutputs[Tensor]:
+        self._slots.assemble(packed, inputs)
+        ops = self._ops(inputs, num_draft_tokens=plan.rows.num_draft_tokens, slot_ids=packed.slot_ids)
+        outputs = self._outputs(ops, inputs, None)
+        self._store(packed, outputs)
+        return outputs
+
+    def _store(self, packed: PlanInputs, outputs: StepOutputs[Tensor]) -> None:
+        acceptance = outputs.acceptance
+        self._slots.store(packed.slot_ids, acceptance.bonus_tokens, outputs.proposal, acceptance.next_context_lens)
 
     def _outputs(
         self, ops: TorchOps, inputs: StepInputs[Tensor], reader: LogitsReader[Tensor] | None
@@ -224,18 +245,11 @@ class TorchExecutor:
         state, context, has_drafts = self._state, self._context, ops.num_draft_tokens > 0
         if context is not None and has_drafts:
             context.complete(ops, state)
-
-        def by_parts() -> StepOutputs[Tensor]:
-            target, acceptance = self._accepted(ops, inputs, reader)
-            if context is not None and not has_drafts:
-                context.keep(target, ops, state)
-                return StepOutputs(acceptance=acceptance, proposal=None)
-            return run_drafter(
-                ops, self.network, inputs, state, target, acceptance, num_draft_tokens=ops.num_draft_tokens
-            )
-
-        is_one_part = reader is None and ops.samples_by_kernels and (context is None or has_drafts)
-        return ops.replayed("step", by_parts) if is_one_part else by_parts()
+        target, acceptance = self._accepted(ops, inputs, reader)
+        if context is not None and not has_drafts:
+            context.keep(target, ops, state)
+            return StepOutputs(acceptance=acceptance, proposal=None)
+        return run_drafter(ops, self.network, inputs, state, target, acceptance, num_draft_tokens=ops.num_draft_tokens)
 
     def _accepted(
         self, ops: TorchOps, inputs: StepInputs[Tensor], reader: LogitsReader[Tensor] | None
@@ -284,7 +298,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
-        for name in ("network", "_make_ops", "_context", "_state", "_snapshots", "_host_memory"):
+        for name in ("network", "_make_ops", "_programs", "_context", "_state", "_snapshots", "_host_memory"):
             vars(self).pop(name, None)
 
     def _ops_of_no_step(self, rank_tokens: tuple[int, ...] = ()) -> TorchOps:
@@ -315,6 +329,17 @@ class TorchExecutor:
             windows=[group.window for group in self.limits.page_windows],
             has_confidence=self.limits.has_draft_confidence,
         )
+
+
+def _ops_maker(
+    kernels: CpuKernels | None, ranks: RankGroup, *, is_deterministic: bool
+) -> tuple[Callable[..., TorchOps], Programs | None]:
+    """What makes the ops of a step, and their programs. An exchange with other ranks is no call of a kernel."""
+    if kernels is None:
+        return DeterministicOps if is_deterministic else TorchOps, None
+    programs = Programs(kernels) if ranks.num_ranks == 1 else None
+    ops = DeterministicNativeOps if is_deterministic else NativeOps
+    return partial(ops, kernels=kernels, programs=programs), programs
 
 
 def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:

@@ -128,11 +128,6 @@ class TorchOps:
         ops._take_rows(replace(self._inputs, **rows))
         return ops
 
-    @property
-    def samples_by_kernels(self) -> bool:
-        """True if no operator of PyTorch samples this step."""
-        return False
-
     def replayed(self, part: str, compute: Callable[[], R]) -> R:
         """`compute()`, which makes results of the step's inputs, pages and slots alone, and reads nothing else."""
         return compute()

@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 _PANEL: Final = 32  # kPanel of src/product.h
 _MAX_HEAD_DIM: Final = 1024  # size of the zeros in src/attention.cpp
-_MAX_RECORDED_ROWS: Final = 128  # of a step; in larger ones dispatch costs little
+MAX_RECORDED_ROWS: Final = 128  # of a step; in larger ones dispatch costs little
 
 
 def fits(dtype: torch.dtype, states: EngineStates) -> bool:
@@ -143,8 +143,7 @@ class NativeOps(TorchOps):
         self._kernels = kernels
         self._num_threads = torch.get_num_threads()
         super().__init__(inputs, rope_tables, **step)
-        exchanges = self._ranks.num_ranks > 1 or self._shared_rows is not None
-        self._programs = None if exchanges else programs
+        self._programs = programs
 
     def _take_rows(self, inputs: StepInputs[Tensor]) -> None:
         super()._take_rows(inputs)
@@ -152,7 +151,7 @@ class NativeOps(TorchOps):
 
     def replayed(self, part: str, compute: Callable[[], R]) -> R:
         num_rows = len(self._inputs.token_ids)
-        if self._programs is None or num_rows > _MAX_RECORDED_ROWS:
+        if self._programs is None or num_rows > MAX_RECORDED_ROWS:
             return compute()
         shape = (num_rows, self._inputs.page_table.shape, self._num_draft_tokens, self._num_threads)
         return self._programs.run((part, *shape), compute)
@@ -162,7 +161,7 @@ class NativeOps(TorchOps):
         return not self._inputs.temperature.numpy().any()
 
     @property
-    def samples_by_kernels(self) -> bool:
+    def _samples_by_kernels(self) -> bool:
         return self._is_greedy and self._adjust is None and self._masks is None and not self.has_fixed_shapes
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
@@ -397,7 +396,7 @@ class NativeOps(TorchOps):
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         if self.has_fixed_shapes:
             return super().sample_and_accept(logits)
-        if self.samples_by_kernels:
+        if self._samples_by_kernels:
             return self._accepted(logits)
         acceptance = super().sample_and_accept(logits)
         # The bits of a request's log probabilities do not depend on how other requests are sampled.
