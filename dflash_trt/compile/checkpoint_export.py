@@ -144,7 +144,7 @@ def write_export(
     _write_tensors(writer, TARGET_DIR, _write_target(writer, export, calibration, config), on_bytes)
     if export.drafter is not None:
         _write_tensors(writer, DRAFTER_DIR, _write_drafter(writer, export, calibration, config), on_bytes)
-    args = llm_args(pretrained, limits)
+    args = llm_args(pretrained, limits, has_tokenizer=bool(export.pair.tokenizer_files))
     writer.add_file(LLM_ARGS_NAME, yaml_text(args).encode())
     writer.add_file(TRITON_MODEL_NAME, yaml_text(_beside_triton(triton_model(args))).encode())
     return TensorRTLLMRecord(llm_args=args)

@@ -6,6 +6,7 @@ which readers turn into tuples in their own threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +47,15 @@ class TopTokens:
     @classmethod
     def zeros(cls, *shape: int) -> TopTokens:
         return cls(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[TokenLogprob]]) -> TopTokens:
+        """Rows of tokens, as many in each."""
+        entries = [[*row] for row in rows]
+        return cls(
+            np.array([[entry.token_id for entry in row] for row in entries], np.int32),
+            np.array([[entry.logprob for entry in row] for row in entries], np.float32),
+        )
 
     def __getitem__(self, index: Any) -> TopTokens:
         return TopTokens(self.token_ids[index], self.logprobs[index])

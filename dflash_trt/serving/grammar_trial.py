@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -78,7 +79,14 @@ def _source(field: str, text: str) -> str:
         return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS if own is None else None)
     if field == "regex":
         return LLMatcher.grammar_from_regex(text)
-    if field == "choice":
-        choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
-    return LLMatcher.grammar_from_lark(text)
+    return LLMatcher.grammar_from_lark(choice_grammar(json.loads(text)) if field == "choice" else text)
+
+
+def schema_with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema that names the options of ours, unless it has its own: for an llguidance without our defaults."""
+    return schema if schema.get("x-guidance") is not None else {**schema, "x-guidance": _JSON_OPTIONS}
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """A grammar of these texts, in llguidance's syntax."""
+    return f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}"

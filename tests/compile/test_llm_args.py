@@ -30,6 +30,9 @@ def problems(args: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         path = f"{prefix}{name}"
         if isinstance(value, dict):
             yield from problems(value, f"{path}.")
+            if name == "speculative_config":
+                known = KNOWN["decoding_configs"].get(value["decoding_type"], value)
+                yield from (f"{path}.{field}: not of {value['decoding_type']}" for field in value if field not in known)
         elif path in KNOWN["free_text"]:
             if not isinstance(value, str):
                 yield f"{path}: {value!r} is no text"
@@ -64,11 +67,13 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> list[PretrainedConfig]:
 
 
 def test_every_argument_is_known_with_its_type_and_literal(configs: list[PretrainedConfig]) -> None:
-    emitted = [llm_args(config, LIMITS) for config in configs]
+    emitted = [llm_args(config, LIMITS, has_tokenizer=True) for config in configs]
     assert [list(problems(args)) for args in emitted] == [[], []]
     assert emitted[0]["kv_cache_config"]["dtype"] == "fp8" and emitted[1]["moe_expert_parallel_size"] == 2
     assert emitted[0]["cuda_graph_config"]["batch_sizes"] == [1, 2, 4, 6]
     assert "speculative_config" in emitted[0] and "speculative_config" not in emitted[1]
+    without = llm_args(configs[0], LIMITS, has_tokenizer=False)
+    assert emitted[0] == {**without, "guided_decoding_backend": "llguidance"}
 
 
 @pytest.mark.parametrize(
@@ -78,13 +83,14 @@ def test_every_argument_is_known_with_its_type_and_literal(configs: list[Pretrai
         ("", {"attn_backend": "FA3"}, "attn_backend: 'FA3' is no"),
         ("", {"max_seq_len": "128"}, "max_seq_len: '128' is no"),
         ("kv_cache_config", {"enable_block_reuse": 0}, "kv_cache_config.enable_block_reuse: 0 is no"),
+        ("speculative_config", {"use_dynamic_tree": True}, "speculative_config.use_dynamic_tree: not of DFlash"),
         ("speculative_config", {"decoding_type": "dflash"}, "speculative_config.decoding_type: 'dflash' is no"),
     ],
 )
 def test_a_misspelt_key_or_a_wrong_value_is_found(
     configs: list[PretrainedConfig], section: str, change: dict[str, Any], message: str
 ) -> None:
-    args = llm_args(configs[0], LIMITS)
+    args = llm_args(configs[0], LIMITS, has_tokenizer=True)
     (args[section] if section else args).update(change)
     (found,) = problems(args)
     assert found.startswith(message)
@@ -92,7 +98,7 @@ def test_a_misspelt_key_or_a_wrong_value_is_found(
 
 def test_the_yaml_says_what_was_meant(configs: list[PretrainedConfig]) -> None:
     for config in configs:
-        args = llm_args(config, LIMITS)
+        args = llm_args(config, LIMITS, has_tokenizer=True)
         assert yaml.safe_load(yaml_text(args)) == args
         of_triton = yaml.safe_load(yaml_text(triton_model(args)))
         assert set(of_triton.pop("triton_config")) == set(KNOWN["triton_config"])

@@ -2,23 +2,31 @@
 
 import dataclasses
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dflash_trt.core.constraint import ConstraintError
 from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import Request
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
 from dflash_trt.engine_dir import EngineLimits
-from dflash_trt.serving.tensorrt_llm import settings
+from dflash_trt.serving.tensorrt_llm import server, settings
 from dflash_trt.serving.tensorrt_llm.engine import TensorRTLLMEngine
 from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost
-from dflash_trt.serving.tensorrt_llm.sampling import trtllm_params
+from dflash_trt.serving.tensorrt_llm.process import WorkerProcess
+from dflash_trt.serving.tensorrt_llm.sampling import Abilities, trtllm_params
+from dflash_trt.serving.tensorrt_llm.server import Server
+from tests.serving.trtllm_stand_in.tensorrt_llm import KNOWN
 
 LIMITS = EngineLimits(max_batch_size=2, max_seq_len=64, max_num_tokens=64, max_draft_len=3, page_size=32)
+
+ABILITIES = Abilities(vocab_size=100, has_drafter=False)
+WHITE_SPACE = r'{"whitespace_pattern": "[\\x20\\x0A\\x0D\\x09]{1,32}"}'
 
 # Another value of each parameter, and the field of TensorRT-LLM that has it; None where the parameter is refused. A new
 # parameter belongs here.
@@ -29,18 +37,18 @@ SENT: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "top_p": (0.5, {"top_p": 0.5}),
     "min_p": (0.25, {"min_p": 0.25}),
     "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
-    "presence_penalty": (0.5, {"presence_penalty": 0.5}),
-    "frequency_penalty": (0.75, {"frequency_penalty": 0.75}),
-    "min_tokens": (4, {"min_tokens": 4}),
-    "logit_bias": ({7: 1.0}, None),
-    "bad_words": (("a",), None),
-    "logprobs": (True, None),
-    "top_logprobs": (2, None),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5, "prompt_ignore_length": 3}),
+    "frequency_penalty": (0.75, {"frequency_penalty": 0.75, "prompt_ignore_length": 3}),
+    "min_tokens": (4, {"min_tokens": 4, "end_id": 9}),
+    "logit_bias": ({7: 1.0}, {"embedding_bias": {"vocab_size": 100, "biases": {"7": 1.0}}}),
+    "bad_words": (("a", " b"), {"bad": ["a", " a", "b", " b"]}),
+    "logprobs": (True, {"logprobs": 0}),
+    "top_logprobs": (2, {"logprobs": 2}),
     "prompt_logprobs": (0, None),
-    "json_schema": ("{}", None),
-    "regex": ("a", None),
-    "choice": (("a", "b"), None),
-    "grammar": ("start: A", None),
+    "json_schema": ('{"a": 1}', {"guided_decoding": {"json": '{"a": 1, "x-guidance": ' + WHITE_SPACE + "}"}}),
+    "regex": ("a", {"guided_decoding": {"regex": "a"}}),
+    "choice": (("a", 'b"'), {"guided_decoding": {"grammar": 'start: "a" | "b\\""'}}),
+    "grammar": ("start: A", {"guided_decoding": {"grammar": "start: A"}}),
     # Done here: a request is resolved before it is sent, and its text is made of the tokens.
     "seed": (3, {}),
     "stop": (("a",), {}),
@@ -50,7 +58,7 @@ SENT: dict[str, tuple[Any, dict[str, Any] | None]] = {
 }
 REQUEST_FIELDS: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "seed": (11, {"seed": 11}),
-    "stop_token_ids": (frozenset({9, 4}), {"stop_token_ids": [4, 9]}),
+    "stop_token_ids": (frozenset({14, 4}), {"stop_token_ids": [4, 14]}),
     "priority": (1, None),
     "queue_timeout_s": (1.0, None),
     "reports_drafts": (True, None),
@@ -62,6 +70,8 @@ OTHER_REQUEST_FIELDS |= {"cache_salt", "sample_index", "shares_prompt_of", "cons
 
 class RecordingLink:
     """Answers what a test says."""
+
+    refused: Mapping[str, str] = {}
 
     def __init__(self, error: OSError | None = None) -> None:
         self.sent: list[Mapping[str, Any]] = []
@@ -87,24 +97,101 @@ class RecordingLink:
 
 
 def request(name: str = "a", **fields: Any) -> Request:
-    sampling = fields.pop("sampling", {})
-    return Request(request_id=name, prompt_token_ids=(1, 2, 3), sampling=SamplingParams(**sampling), **fields)
+    sampling = SamplingParams(**fields.pop("sampling", {}))
+    if sampling.grammar_field is not None:
+        fields = {"constraint": ONE_TOKEN} | fields
+    fields = {"stop_token_ids": frozenset({9})} | fields
+    return Request(request_id=name, prompt_token_ids=(1, 2, 3), sampling=sampling, **fields)
 
 
-def params_of(given: Request) -> dict[str, Any]:
-    return trtllm_params(given, max_seq_len=64, has_drafter=False)
+class OneOfThese:
+    """A constraint: one of its tokens, and nothing after it."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+        self.is_finished = False
+
+    def start(self, stop_token_ids: Collection[int]) -> Any:
+        return OneOfThese(*self._tokens)
+
+    def advance(self, token_ids: Sequence[int]) -> int:
+        for token in token_ids[:1]:
+            if token not in self._tokens:
+                raise ConstraintError(f"token {token}")
+            self.is_finished = True
+        return len(token_ids[:1])
+
+
+ONE_TOKEN: Any = OneOfThese(7)
+
+
+def params_of(given: Request, **abilities: Any) -> dict[str, Any]:
+    return trtllm_params(given, dataclasses.replace(ABILITIES, **abilities), max_seq_len=64)
+
+
+def sent(name: str) -> Request:
+    """A request with another value of a parameter."""
+    return request(sampling={name: SENT[name][0]} | ({"logprobs": True} if name == "top_logprobs" else {}))
 
 
 def test_every_sampling_parameter_reaches_tensorrt_llm_or_is_refused() -> None:
     assert set(SENT) == {row.name for row in SAMPLING_FIELDS}
     plain = params_of(request())
-    for name, (value, expected) in SENT.items():
-        given = request(sampling={name: value} | ({"logprobs": True} if name == "top_logprobs" else {}))
+    for name, (_, expected) in SENT.items():
+        given = sent(name)
         if expected is None:
             with pytest.raises(RequestError, match=f"sampling {name}: expected"):
                 params_of(given)
         else:
             assert params_of(given) == plain | expected, name
+
+
+def test_what_is_sent_while_it_drafts_is_what_its_sampler_takes() -> None:
+    """By the lists of the manifest: a parameter that it would refuse is refused here, by name."""
+    always, without_penalties = KNOWN["refused_while_drafting"]
+    for name, (_, expected) in SENT.items():
+        theirs = set(expected or ())
+        for has_penalties, refused in ((True, set(always)), (False, {*always, *without_penalties})):
+            if expected is None or theirs & refused:
+                with pytest.raises(RequestError, match=f"sampling {name}: expected"):
+                    params_of(sent(name), has_drafter=True, has_penalties=has_penalties)
+            else:
+                assert params_of(sent(name), has_drafter=True, has_penalties=has_penalties) == params_of(sent(name))
+    assert set(KNOWN["sampling_params"]) >= {field for _, fields in SENT.values() for field in fields or ()}
+
+
+def test_a_link_refuses_what_it_cannot_carry() -> None:
+    """Every other parameter has a field of a completion."""
+    assert WorkerProcess.refused == {}
+    fields = set()
+    for name, (_, expected) in SENT.items():
+        if expected is None or name in Server.refused:
+            with pytest.raises(RequestError, match=f"sampling {name}: expected"):
+                params_of(sent(name), refused=Server.refused)
+        else:
+            fields |= set(server._fields(params_of(sent(name), refused=Server.refused)))
+    assert fields <= set(KNOWN["completion_request"]) and {"logit_bias", "response_format", "logprobs"} <= fields
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "message"),
+    [
+        ({"min_tokens": 2}, {"stop_token_ids": frozenset({3, 4})}, "min_tokens: expected 0 with 2 tokens that stop"),
+        ({"min_tokens": 2}, {"stop_token_ids": frozenset()}, "min_tokens: expected 0 with 0 tokens that stop"),
+        ({"regex": "a", "ignore_eos": True}, {}, "ignore_eos: expected False with regex"),
+        ({"regex": "a"}, {"constraint": None}, "regex: expected its compiled constraint"),
+    ],
+)
+def test_what_tensorrt_llm_would_read_otherwise_is_refused(
+    sampling: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=f"sampling {message}"):
+        params_of(request(sampling=sampling, **fields))
+
+
+def test_an_engine_without_a_tokenizer_has_no_guides() -> None:
+    with pytest.raises(RequestError, match="sampling regex: expected none, for this engine has no guided_decoding_b"):
+        params_of(sent("regex"), has_guides=False)
 
 
 def test_every_field_of_a_request_reaches_tensorrt_llm_or_is_refused() -> None:
@@ -173,7 +260,7 @@ def test_every_setting_is_used_or_refused() -> None:
 
 
 def test_the_queue_is_limited_beside_the_requests_that_run() -> None:
-    engine = TensorRTLLMEngine(RecordingLink(), LIMITS, RuntimeConfig(max_queue_len=1))
+    engine = TensorRTLLMEngine(RecordingLink(), LIMITS, RuntimeConfig(max_queue_len=1), ABILITIES)
     streams = [engine.submit(request(name)) for name in "abc"]  # two run, one waits
     with pytest.raises(QueueFullError):
         engine.submit(request("d"))
@@ -184,7 +271,7 @@ def test_the_queue_is_limited_beside_the_requests_that_run() -> None:
 
 def test_a_request_that_cannot_be_sent_is_not_waited_for() -> None:
     link = RecordingLink(BrokenPipeError("gone"))
-    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig())
+    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(), ABILITIES)
     with pytest.raises(RequestError, match="the engine has failed: gone"):
         engine.submit(request("a"))
     assert engine.statistics().num_running_now == 0
@@ -202,7 +289,7 @@ def link() -> RecordingLink:
 @pytest.fixture
 def engine(link: RecordingLink) -> TensorRTLLMEngine:
     """K = 2."""
-    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(draft_length=2))
+    engine = TensorRTLLMEngine(link, LIMITS, RuntimeConfig(draft_length=2), ABILITIES)
     engine.start()
     return engine
 
@@ -218,6 +305,39 @@ def test_an_answer_of_several_iterations_is_counted_as_them(engine: TensorRTLLME
     assert engine.statistics().num_running_now == 0 and engine.statistics().num_emitted_tokens == 7
     engine.check_integrity()
     assert link.cancelled == []
+
+
+def test_scores_come_with_their_tokens(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    stream = engine.submit(request("a", sampling={"logprobs": True, "top_logprobs": 1}))
+    rows = tuple((TokenLogprob(token, -0.5), TokenLogprob(token + 1, -2.0)) for token in (1, 2, 3))
+    link.answer(Answer(request_id="a", token_ids=(1, 2, 3), logprobs=(-0.5, -1.0, -1.5), top=rows))
+    link.answer(Answer(request_id="a", finish_reason="length"))
+    output = stream.result(10)
+    assert output.logprobs == (-0.5, -1.0, -1.5) and [step.logprobs for step in output.steps] == [(-0.5,), (-1.0, -1.5)]
+    assert output.top_logprobs == tuple(row[:1] for row in rows)
+
+
+def test_a_constraint_ends_a_request_before_the_tokens_that_may_not_follow(
+    engine: TensorRTLLMEngine, link: RecordingLink
+) -> None:
+    """Drafts of the last step count as TensorRT-LLM accepted them, before the cut."""
+    early, late = (engine.submit(request(name, sampling={"regex": "x"})) for name in "ab")
+    link.answer(Answer(request_id="a", token_ids=(7,)))
+    link.answer(Answer(request_id="b", token_ids=(7, 9), finish_reason="stop"))
+    for stream in (early, late):
+        assert (stream.result(10).token_ids, stream.result(10).finish_reason) == ((7,), "stop")
+    assert link.cancelled == ["a"]
+    assert [step.num_accepted for step in late.result(10).steps] == [0]
+
+
+def test_a_token_that_a_constraint_refuses_is_an_error(engine: TensorRTLLMEngine, link: RecordingLink) -> None:
+    stream = engine.submit(request("a", sampling={"regex": "x"}))
+    link.answer(Answer(request_id="a", token_ids=(8,)))
+    output = stream.result(10)
+    assert (output.token_ids, output.finish_reason, link.cancelled) == ((), "error", ["a"])
+    assert (
+        output.error is not None and "request 'a' regex: expected tokens that it allows, found token 8" in output.error
+    )
 
 
 def test_a_forgotten_stream_ends_its_own_request_alone(engine: TensorRTLLMEngine, link: RecordingLink) -> None:

@@ -53,10 +53,15 @@ def engine(base: Path) -> EngineDir:
 
 
 @pytest.fixture(scope="module")
-def expected(base: Path) -> list[GenerationOutput]:
-    """Of the torch backend, in float32."""
+def torch_llm(base: Path) -> Iterator[LLM]:
+    """The torch backend, in float32."""
     with LLM(build(base, "torch", dtype="float32").path, device="cpu", num_threads=1) as llm:
-        return llm.generate(PROMPTS)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(torch_llm: LLM) -> list[GenerationOutput]:
+    return torch_llm.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +75,24 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("log") / "told.jsonl"
 
 
-@pytest.fixture(scope="module")
-def llm(engine: EngineDir, python: str, log: Path) -> Iterator[LLM]:
-    """K = 2 of the drafter's 3, and settings that become arguments."""
+def open_llm(engine: EngineDir, python: str, log: Path, **settings: Any) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PYTHON, python)
         patch.setenv("STAND_IN_LOG", str(log))
         patch.delenv("PYTHONPATH", raising=False)  # the other interpreter finds its own
-        llm = LLM(engine.path, draft_length=2, overlap_scheduling=False, kv_cache_bytes=1 << 20)
-    with llm:
+        return LLM(engine.path, **settings)
+
+
+@pytest.fixture(scope="module")
+def llm(engine: EngineDir, python: str, log: Path) -> Iterator[LLM]:
+    """K = 2 of the drafter's 3, and settings that become arguments."""
+    with open_llm(engine, python, log, draft_length=2, overlap_scheduling=False, kv_cache_bytes=1 << 20) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def undrafted(engine: EngineDir, python: str, log: Path) -> Iterator[LLM]:
+    with open_llm(engine, python, log.with_name("undrafted.jsonl"), use_drafter=False) as llm:
         yield llm
 
 
@@ -150,17 +164,63 @@ def test_a_request_that_it_refuses_fails_alone(llm: LLM) -> None:
     assert good.error is None
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ALWAYS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"json_schema": SCHEMA},
+    {"regex": "[a-z]{3,9}(-[0-9]{1,4}){2}"},
+    {"choice": ("yes", "no", 'a "quoted" one')},
+    {"grammar": 'start: "(" start ")" | "[" (start ("," start)?)? "]" | "x"'},
+]
+UNDRAFTED: list[dict[str, Any]] = [
+    {"logit_bias": {7: 5.0, 40: -3.0}},
+    {"bad_words": ("a", "é", "zz")},
+    {"logit_bias": {3: 90.0}, "min_tokens": 5},  # which would end at once
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 3},
+]
+
+
+def assert_equal_outputs(ours: list[GenerationOutput], theirs: list[GenerationOutput]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert one.error is None and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        for row, expected in zip(one.top_logprobs, other.top_logprobs, strict=True):
+            assert [entry.token_id for entry in row] == [entry.token_id for entry in expected]
+            assert [entry.logprob for entry in row] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", ALWAYS)
+def test_penalties_and_structured_output_beside_drafts_are_those_of_the_torch_backend(
+    llm: LLM, torch_llm: LLM, sampling: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=40, **sampling)
+    theirs = torch_llm.generate(PROMPTS, params)
+    assert_equal_outputs(llm.generate(PROMPTS, params), theirs)
+    assert [output.token_ids for output in theirs] != [
+        output.token_ids for output in torch_llm.generate(PROMPTS, SamplingParams(max_new_tokens=40))
+    ]
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize("sampling", [*ALWAYS, *UNDRAFTED])
+def test_without_drafts_every_parameter_is_that_of_the_torch_backend(
+    undrafted: LLM, torch_llm: LLM, sampling: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=30, **sampling)
+    outputs = undrafted.generate(PROMPTS, params)
+    assert_equal_outputs(outputs, torch_llm.generate(PROMPTS, params))
+    assert not any(output.num_verify_steps for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("sampling", "name"),
-    [
-        ({"logprobs": True}, "logprobs"),
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"logit_bias": {7: 1.0}}, "logit_bias"),
-        ({"bad_words": ("a",)}, "bad_words"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty"),
-    ],
+    [(sampling, next(iter(sampling))) for sampling in UNDRAFTED] + [({"prompt_logprobs": 1}, "prompt_logprobs")],
 )
-def test_what_tensorrt_llm_does_not_do_is_refused_by_name(llm: LLM, sampling: dict[str, Any], name: str) -> None:
+def test_what_tensorrt_llm_does_not_do_while_it_drafts_is_refused_by_name(
+    llm: LLM, sampling: dict[str, Any], name: str
+) -> None:
     with pytest.raises(RequestError, match=f"sampling {name}: expected"):
         llm.generate(PROMPTS[0], SamplingParams(**sampling))
 
@@ -205,9 +265,14 @@ def model(engine: EngineDir) -> Model:
     return Model(str(engine.path / "target"), max_draft_len=3)
 
 
+def speculative_config(engine: EngineDir) -> Any:
+    assert engine.manifest.tensorrt_llm is not None
+    return engine.manifest.tensorrt_llm.llm_args["speculative_config"]
+
+
 @pytest.fixture
-def server(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
-    with trtllm_server(model) as (url, server):
+def server(model: Model, engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
+    with trtllm_server(model, speculative_config(engine)) as (url, server):
         monkeypatch.setenv(URL, url)
         yield server
 
@@ -228,6 +293,37 @@ def test_a_running_server_answers_with_the_same_tokens(
         wait_for(lambda: server.num_hung_up == 1)
     with pytest.raises(ConfigError, match="draft_length: expected nothing, for the server is started, found 2"):
         LLM(engine.path, draft_length=2)
+
+
+@pytest.mark.parametrize("sampling", ALWAYS)
+def test_a_running_server_takes_them_beside_drafts(
+    engine: EngineDir, server: _Server, torch_llm: LLM, sampling: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_new_tokens=30, **sampling)
+    with LLM(engine.path) as llm:
+        assert_equal_outputs(llm.generate(PROMPTS, params), torch_llm.generate(PROMPTS, params))
+        with pytest.raises(RequestError, match=r"sampling logprobs: expected False while TensorRT-LLM drafts"):
+            llm.generate(PROMPTS[0], SamplingParams(logprobs=True))
+
+
+def test_a_running_server_without_drafts_takes_biases_and_log_probabilities(
+    base: Path, model: Model, torch_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BuildConfig(target="target", drafter=None, max_seq_len=128, max_batch_size=4, backend="tensorrt_llm")
+    engine = build_engine(
+        config, base / "plain", base_dir=base, overwrite=False, command=("build",), progress=lambda report: None
+    )
+    with trtllm_server(model, None) as (url, _):
+        monkeypatch.setenv(URL, url)
+        with LLM(engine.path) as llm:
+            for sampling in ({"logit_bias": {7: 5.0}}, {"logprobs": True}):
+                params = SamplingParams(max_new_tokens=20, **sampling)
+                assert_equal_outputs(llm.generate(PROMPTS, params), torch_llm.generate(PROMPTS, params))
+            for name, value in {"min_tokens": 2, "bad_words": ("a",)}.items():
+                with pytest.raises(RequestError, match=f"sampling {name}: expected"):
+                    llm.generate(PROMPTS[0], SamplingParams(**{name: value}))
+            with pytest.raises(RequestError, match="sampling top_logprobs: expected 0, for the completions"):
+                llm.generate(PROMPTS[0], SamplingParams(logprobs=True, top_logprobs=1))
 
 
 def test_a_worker_of_dynamo_serves_it_without_pages(engine: EngineDir, server: _Server) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.serving.tensorrt_llm import server as server_module
 from dflash_trt.serving.tensorrt_llm.link import Answer
 from dflash_trt.serving.tensorrt_llm.process import _answer
 from dflash_trt.serving.tensorrt_llm.server import Server
-from dflash_trt.serving.tensorrt_llm.worker import Worker
+from dflash_trt.serving.tensorrt_llm.worker import Worker, _scores
 from tests.serving.engines import until
 
 
@@ -24,6 +25,10 @@ from tests.serving.engines import until
     ("message", "expected"),
     [
         ({"kind": "tokens", "token_ids": [1, 2]}, {"token_ids": (1, 2)}),
+        (
+            {"kind": "tokens", "token_ids": [1], "logprobs": [-0.5], "top": [[[1, -0.5], [2, -1.0]]]},
+            {"token_ids": (1,), "logprobs": (-0.5,), "top": ((TokenLogprob(1, -0.5), TokenLogprob(2, -1.0)),)},
+        ),
         ({"kind": "end", "reason": "stop"}, {"finish_reason": "stop"}),
         ({"kind": "end", "reason": "length"}, {"finish_reason": "length"}),
         ({"kind": "end", "reason": "timeout"}, {"finish_reason": "timeout"}),
@@ -36,6 +41,23 @@ def test_a_line_of_the_worker_is_an_answer(message: dict[str, Any], expected: di
     assert _answer({"id": "a"} | message) == Answer(request_id="a", **expected)
 
 
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], {}),
+        ([-0.5, -1.0], {"logprobs": [-0.5, -1.0]}),
+        ([{3: -0.5}, {8: -0.25, 4: -1.0}], {"logprobs": [-0.5, -1.0], "top": [[(3, -0.5)], [(8, -0.25), (4, -1.0)]]}),
+    ],
+)
+def test_log_probabilities_are_said_as_numbers(entries: list[Any], expected: dict[str, Any]) -> None:
+    """TensorRT-LLM gives floats, or a Logprob by token id, the emitted token's in any place."""
+    rows = [
+        {token: SimpleNamespace(logprob=value) for token, value in entry.items()} if isinstance(entry, dict) else entry
+        for entry in entries
+    ]
+    assert _scores([3, 4], rows) == expected
+
+
 class Running:
     """What TensorRT-LLM gives for a request: it runs until it is aborted."""
 
@@ -44,7 +66,7 @@ class Running:
         self.abort = self.is_aborted.set
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], finish_reason=None)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], finish_reason=None, logprobs=[])])
         await self.is_aborted.wait()
 
 

@@ -7,7 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-from tests.serving.trtllm_stand_in.tensorrt_llm import KNOWN, Model
+import torch
+
+from tests.serving.trtllm_stand_in.tensorrt_llm import KNOWN, Model, refused_parameters
 
 MODEL = "target"
 
@@ -15,9 +17,10 @@ MODEL = "target"
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, speculative: dict[str, Any] | None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.model = model
+        self.refused = refused_parameters(speculative)
         self.bodies: list[dict[str, Any]] = []
         self.num_hung_up = 0
 
@@ -35,13 +38,21 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/completions" or unknown or body["model"] != MODEL or body["prompt"][:2] == [6, 6]:
             self._answer(400, {"error": f"extra fields {unknown}, or a bad prompt"})
             return
+        params = sampling_params(body)
+        if set(params) & self.server.refused:
+            self._answer(400, {"error": f"{sorted(set(params) & self.server.refused)} while drafting"})
+            return
         self.server.bodies.append(body)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            for new, reason in self.server.model.iterations(body["prompt"], body):
+            for new, reason, rows in self.server.model.iterations(body["prompt"], params):
                 choice = {"index": 0, "text": "", "token_ids": new, "finish_reason": reason, "stop_reason": None}
+                if rows:
+                    choice["logprobs"] = {key: [] for key in KNOWN["completion_logprobs"]} | {
+                        "token_logprobs": [row[token] for token, row in zip(new, rows, strict=True)]
+                    }
                 assert set(choice) <= set(KNOWN["completion_stream_choice"])
                 self._send({"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice]})
             self.wfile.write(b"data: [DONE]\n\n")
@@ -62,10 +73,29 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
+def sampling_params(body: dict[str, Any]) -> dict[str, Any]:
+    """SamplingParams of a completion, as trtllm-serve makes them."""
+    params = {name: value for name, value in body.items() if name in KNOWN["sampling_params"]}
+    if not body.get("logprobs"):
+        params.pop("logprobs", None)
+    if "logit_bias" in body:
+        params["embedding_bias"] = torch.zeros(272)
+        for token_id, bias in body["logit_bias"].items():
+            params["embedding_bias"][int(token_id)] = bias
+    if "response_format" in body:
+        form = dict(body["response_format"])
+        kind = form.pop("type")
+        ((field, guide),) = form.items()
+        assert KNOWN["response_format"][kind] == field
+        guides = {"json": ("json", json.dumps(guide)), "regex": ("regex", guide), "ebnf": ("grammar", guide)}
+        params["guided_decoding"] = dict([guides[kind]])
+    return params
+
+
 @contextmanager
-def trtllm_server(model: Model) -> Iterator[tuple[str, _Server]]:
+def trtllm_server(model: Model, speculative: dict[str, Any] | None) -> Iterator[tuple[str, _Server]]:
     """Its URL, and what it has seen."""
-    server = _Server(model)
+    server = _Server(model, speculative)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -13,11 +13,12 @@ from dflash_trt.engine_dir.provenance import DRAFTER_DIR, TARGET_DIR
 _FREE_GPU_MEMORY_FRACTION: Final = 0.8
 
 
-def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
+def llm_args(config: PretrainedConfig, limits: EngineLimits, *, has_tokenizer: bool) -> dict[str, Any]:
     """Keyword arguments of LLM; paths are relative to the engine directory.
 
     Block reuse and chunked prefill are off, since the drafter's context is made of the hidden states of a prompt that
-    is computed as a whole, in one step.
+    is computed as a whole, in one step. Structured output needs the tokenizer, and is llguidance's, as here. The counts
+    of penalties are a small buffer, which costs a step nothing while no request has any.
     """
     has_fp8_kv = config.quantization is not None and config.quantization.target_kv is not None
     args: dict[str, Any] = {
@@ -38,6 +39,8 @@ def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
         },
         "cuda_graph_config": {"batch_sizes": list(_graph_sizes(limits.max_batch_size)), "enable_padding": True},
     }
+    if has_tokenizer:
+        args["guided_decoding_backend"] = "llguidance"
     if config.target.moes:
         args["moe_expert_parallel_size"] = config.mapping.ep_size
         args["moe_tensor_parallel_size"] = config.mapping.moe_tp_size
@@ -47,6 +50,7 @@ def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
             "max_draft_len": limits.max_draft_len,
             "speculative_model": DRAFTER_DIR,
             "attention_backend": "VANILLA",  # the only one that every GPU has
+            "enable_penalty": True,
         }
     return args
 

@@ -16,10 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import finalize
 
-from dflash_trt.core.errors import ConfigError, EngineDirError, QueueFullError, RequestError
+from dflash_trt.core.constraint import ConstraintError, TokenMatcher
+from dflash_trt.core.errors import ConfigError, EngineDirError, QueueFullError, RequestError, problem
+from dflash_trt.core.logprobs import TopTokens
 from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.engine_dir.provenance import CONTAINER
@@ -28,7 +30,7 @@ from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.tensorrt_llm.link import Answer, Link
 from dflash_trt.serving.tensorrt_llm.process import TensorRTLLMMissingError, WorkerProcess
-from dflash_trt.serving.tensorrt_llm.sampling import trtllm_params
+from dflash_trt.serving.tensorrt_llm.sampling import Abilities, trtllm_params
 from dflash_trt.serving.tensorrt_llm.server import Server
 from dflash_trt.serving.tensorrt_llm.settings import llm_args, resolved_settings
 
@@ -44,20 +46,32 @@ PYTHON, URL = "DFLASH_TRT_TRTLLM_PYTHON", "DFLASH_TRT_TRTLLM_URL"
 class _Running:
     request: Request
     mailbox: Mailbox
+    matcher: TokenMatcher | None
     num_answers: int = 0
+
+
+class _Ending(NamedTuple):
+    """How many tokens of an answer count, and why the request ends with them; None if it goes on."""
+
+    num_tokens: int
+    reason: FinishReason | None
+    error: str | None
 
 
 class TensorRTLLMEngine:
     """Implements Engine; owns its link. `config` is resolved.
 
     An answer is an iteration of TensorRT-LLM, with the tokens that it accepted and its own: acceptance is counted from
-    them, against K drafts each. A request whose reader is slow is not paused: its tokens wait for the reader.
+    them, against K drafts each. A request whose reader is slow is not paused: its tokens wait for the reader. The
+    tokens of a request with a constraint are checked here: it ends where nothing may follow, before the end of sequence
+    that TensorRT-LLM would add, and with an error at a token that the constraint refuses.
     """
 
     page_plan = None  # pages are TensorRT-LLM's
 
-    def __init__(self, link: Link, limits: EngineLimits, config: RuntimeConfig) -> None:
+    def __init__(self, link: Link, limits: EngineLimits, config: RuntimeConfig, abilities: Abilities) -> None:
         self.limits = limits
+        self._abilities = abilities
         self.config = config
         self._link = link
         self._own_process = OwnProcess()
@@ -84,10 +98,11 @@ class TensorRTLLMEngine:
     ) -> RequestStream:
         """See Engine. `max_pending_tokens` pauses nothing: a request holds no more than its own tokens."""
         self._own_process.check()
-        params = trtllm_params(request, max_seq_len=self.limits.max_seq_len, has_drafter=self._num_drafts > 0)
+        params = trtllm_params(request, self._abilities, max_seq_len=self.limits.max_seq_len)
         now = time.monotonic()
         mailbox = Mailbox(arrived_s=now, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
-        running = _Running(request, mailbox)
+        constraint = request.constraint
+        running = _Running(request, mailbox, constraint.start(request.stop_token_ids) if constraint else None)
         with self._lock:
             self._end_forgotten()
             self._check_open_for(request)
@@ -156,21 +171,35 @@ class TensorRTLLMEngine:
             running = self._running.get(answer.request_id)
             if running is None:
                 return  # ended here, and soon there
-            for event in self._events(running, answer):
+            end = _Ending(len(answer.token_ids), answer.finish_reason, answer.error)
+            if running.matcher is not None:
+                end = _constrained_end(running.request, running.matcher, answer, end)
+            for event in self._events(running, answer, end.num_tokens):
                 running.mailbox.put(event, time.monotonic())
         if answer.finish_reason is not None:
-            self._finish(running, answer.finish_reason, answer.error)
+            self._finish(running, end.reason or answer.finish_reason, end.error)
+        elif end.reason is not None:
+            self._end(running, end.reason, end.error)
 
-    def _events(self, running: _Running, answer: Answer) -> Iterator[TokenEvent]:
-        """One for each iteration: the first is the prompt's, and of K drafts each accepts at most K."""
-        request_id, left = answer.request_id, answer.token_ids
-        while left:
-            is_first = running.num_answers == 0
-            num_drafts = 0 if is_first else self._num_drafts
-            tokens, left = left[: num_drafts + 1], left[num_drafts + 1 :]
-            running.num_answers += 1
+    def _events(self, running: _Running, answer: Answer, num_tokens: int) -> Iterator[TokenEvent]:
+        """One for each iteration: the first is the prompt's, and of K drafts each accepts at most K.
+
+        The first `num_tokens` count.
+        """
+        num_top, first = running.request.sampling.top_logprobs, 0
+        while first < num_tokens:
+            num_drafts = self._num_drafts if running.num_answers else 0
+            iteration = slice(first, first + num_drafts + 1)
+            part = slice(first, min(iteration.stop, num_tokens))
+            first, running.num_answers = iteration.stop, running.num_answers + 1
+            top = answer.top[part]
             yield TokenEvent(
-                request_id=request_id, token_ids=tokens, num_candidates=num_drafts, num_accepted=len(tokens) - 1
+                request_id=answer.request_id,
+                token_ids=answer.token_ids[part],
+                logprobs=answer.logprobs[part],
+                num_candidates=num_drafts,
+                num_accepted=len(answer.token_ids[iteration]) - 1,
+                top=TopTokens.of(row[:num_top] for row in top) if num_top and top else None,
             )
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
@@ -207,6 +236,38 @@ class TensorRTLLMEngine:
             self._finish(running, "error", reason)
 
 
+def _constrained_end(request: Request, matcher: TokenMatcher, answer: Answer, end: _Ending) -> _Ending:
+    """The end of an answer by the request's constraint: where nothing may follow, or at a token that it refuses."""
+    tokens = answer.token_ids
+    is_stopped = bool(tokens) and tokens[-1] in request.stop_token_ids
+    try:
+        num_allowed = matcher.advance(tokens[: len(tokens) - is_stopped])
+    except ConstraintError as failure:
+        error = problem(
+            f"request {request.request_id!r} {request.sampling.grammar_field}",
+            expected="tokens that it allows",
+            found=str(failure),
+            hint="TensorRT-LLM does not follow it: please report it.",
+        )
+        return _Ending(0, "error", error)
+    return _Ending(num_allowed, "stop", None) if matcher.is_finished else end
+
+
+def engine_abilities(engine: EngineDir, config: RuntimeConfig, refused: Mapping[str, str]) -> Abilities:
+    """What an engine can do for requests; `config` is resolved, `refused` is its link's."""
+    manifest = engine.manifest
+    assert manifest.tensorrt_llm is not None
+    args = manifest.tensorrt_llm.llm_args
+    drafting = args.get("speculative_config")
+    return Abilities(
+        vocab_size=manifest.target.vocab_size,
+        has_drafter=config.max_draft_tokens > 0,
+        has_guides=args.get("guided_decoding_backend") is not None,
+        has_penalties=isinstance(drafting, Mapping) and drafting.get("enable_penalty") is True,
+        refused=refused,
+    )
+
+
 def checked_trtllm_config(
     engine: EngineDir, config: RuntimeConfig, environment: Mapping[str, str] = os.environ
 ) -> RuntimeConfig:
@@ -240,7 +301,8 @@ def open_trtllm_engine(
             link = WorkerProcess(interpreter, llm_args(engine, config), directory=engine.path)
         except TensorRTLLMMissingError as error:
             raise EngineDirError(f"{error} {_how_to_start(engine.path)}") from error
-    return TensorRTLLMEngine(link, engine.manifest.build_config, config)
+    limits, abilities = engine.manifest.build_config, engine_abilities(engine, config, link.refused)
+    return TensorRTLLMEngine(link, limits, config, abilities)
 
 
 def _how_to_start(path: Path) -> str:

@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A request's result of an iteration: tokens, its end, or both. `error` comes with the reason "error"."""
+    """A request's result of an iteration: tokens, its end, or both. `error` comes with the reason "error".
+
+    `logprobs` and `top` have an entry for each token, of requests that ask for them; the most likely tokens come first.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[TokenLogprob, ...], ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -24,7 +30,12 @@ OnLost = Callable[[str], None]  # why no more answers come
 
 
 class Link(Protocol):
-    """One thread at a time calls `on_answer`; it must be quick. Any thread may call the methods."""
+    """One thread at a time calls `on_answer`; it must be quick. Any thread may call the methods.
+
+    `refused` are sampling parameters that it cannot carry, with what is expected instead.
+    """
+
+    refused: Mapping[str, str]
 
     def start(self, on_answer: OnAnswer, on_lost: OnLost) -> None:
         """Begin to listen."""

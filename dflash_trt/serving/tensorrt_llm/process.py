@@ -2,7 +2,8 @@
 
 ours    {"llm_args": {...}}, once; {"kind": "request", "id", "prompt", "params"}; {"kind": "cancel", "id"}
 theirs  {"kind": "ready", "version"}, {"kind": "missing" | "failed", "error"}, once;
-        {"kind": "tokens", "id", "token_ids"}, of an iteration; {"kind": "end", "id", "reason", "error"?}
+        {"kind": "tokens", "id", "token_ids", "logprobs"?, "top"?}, of an iteration;
+        {"kind": "end", "id", "reason", "error"?}
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.process import OwnProcess
 from dflash_trt.serving.tensorrt_llm import worker
 from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost, finish_reason
@@ -30,6 +32,8 @@ class TensorRTLLMMissingError(EngineDirError):
 
 class WorkerProcess:
     """Implements Link. The process ends when this end of the socket is closed, however this program ends."""
+
+    refused: Mapping[str, str] = {}
 
     def __init__(self, interpreter: str, llm_args: Mapping[str, Any], *, directory: Path) -> None:
         """Start it and wait until the model is loaded.
@@ -112,7 +116,12 @@ class WorkerProcess:
 
 def _answer(message: Mapping[str, Any]) -> Answer:
     if message["kind"] == "tokens":
-        return Answer(request_id=message["id"], token_ids=tuple(message["token_ids"]))
+        return Answer(
+            request_id=message["id"],
+            token_ids=tuple(message["token_ids"]),
+            logprobs=tuple(message.get("logprobs", ())),
+            top=tuple(tuple(TokenLogprob(*entry) for entry in row) for row in message.get("top", ())),
+        )
     reason = finish_reason(message["reason"])
     error = message.get("error")
     if reason == "error" and error is None:

@@ -16,10 +16,18 @@ from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost, finis
 
 _CONNECT_TIMEOUT_S = 10.0
 _COMPLETIONS, _MODELS = "/v1/completions", "/v1/models"
+_GUIDES = {"json": ("json", "schema"), "regex": ("regex", "regex"), "grammar": ("ebnf", "ebnf")}  # of response_format
+_REFUSED = {
+    "top_logprobs": "0, for the completions of trtllm-serve name tokens by their text",
+    "bad_words": "none, for the completions of trtllm-serve have no such field",
+    "min_tokens": "0, for the completions of trtllm-serve hold back only the tokenizer's own end of sequence",
+}
 
 
 class Server:
     """Implements Link. Hanging up ends a request."""
+
+    refused: Mapping[str, str] = _REFUSED
 
     def __init__(self, url: str) -> None:
         """Raises EngineDirError: nothing at `url` speaks as trtllm-serve does."""
@@ -49,7 +57,7 @@ class Server:
         self._on_answer = on_answer
 
     def send(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
-        body = {"model": self.model, "prompt": list(prompt), "stream": True, **params}
+        body = {"model": self.model, "prompt": list(prompt), "stream": True, **_fields(params)}
         with self._lock:
             self._sockets[request_id] = None
         threading.Thread(
@@ -113,6 +121,20 @@ class Server:
             self._on_answer(answer)
 
 
+def _fields(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a completion, from those of SamplingParams."""
+    fields = dict(params)
+    if "guided_decoding" in fields:
+        ((name, guide),) = fields.pop("guided_decoding").items()
+        kind, key = _GUIDES[name]
+        fields["response_format"] = {"type": kind, key: json.loads(guide) if name == "json" else guide}
+    if "embedding_bias" in fields:
+        fields["logit_bias"] = fields.pop("embedding_bias")["biases"]
+    if "logprobs" in fields:
+        fields["logprobs"] = 1  # 0 is none there
+    return fields
+
+
 def _answers(request_id: str, response: HTTPResponse) -> Iterator[Answer]:
     """One answer per iteration, from the server-sent events of a completion."""
     if response.status != 200:
@@ -132,4 +154,10 @@ def _answers(request_id: str, response: HTTPResponse) -> Iterator[Answer]:
         if token_ids is None and reason is None:
             raise ValueError("no token_ids in its answer: expected TensorRT-LLM 1.4 or newer")
         error = f"it ended with {choice['finish_reason']!r}" if reason == "error" else None
-        yield Answer(request_id=request_id, token_ids=tuple(token_ids or ()), finish_reason=reason, error=error)
+        yield Answer(
+            request_id=request_id,
+            token_ids=tuple(token_ids or ()),
+            logprobs=tuple((choice.get("logprobs") or {}).get("token_logprobs", ())),
+            finish_reason=reason,
+            error=error,
+        )

@@ -19,6 +19,7 @@ class Worker:
     def __init__(
         self, llm: Any, sampling_params: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """`sampling_params` makes SamplingParams of the params of a request."""
         self._llm = llm
         self._sampling_params = sampling_params
         self._reader = reader
@@ -44,14 +45,15 @@ class Worker:
         """One line for each iteration of the request, and one for its end."""
         request_id, num_sent, reason = order["id"], 0, None
         try:
-            params = self._sampling_params(**order["params"])
+            params = self._sampling_params(order["params"])
             result = self._llm.generate_async(order["prompt"], sampling_params=params, streaming=True)
             self._results[request_id] = result
             async for output in result:
                 completion = output.outputs[0]
                 token_ids = list(completion.token_ids)
                 if token_ids[num_sent:]:
-                    self._send({"kind": "tokens", "id": request_id, "token_ids": token_ids[num_sent:]})
+                    scores = _scores(token_ids[num_sent:], (completion.logprobs or [])[num_sent:])
+                    self._send({"kind": "tokens", "id": request_id, "token_ids": token_ids[num_sent:], **scores})
                 num_sent = len(token_ids)
                 reason = completion.finish_reason
             self._send({"kind": "end", "id": request_id, "reason": reason or "cancelled"})
@@ -64,6 +66,35 @@ class Worker:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+def made_params(params: dict[str, Any]) -> Any:
+    """tensorrt_llm.SamplingParams of JSON values; see `sampling.trtllm_params`."""
+    params = dict(params)
+    if "guided_decoding" in params:
+        guided_decoding_params = import_module("tensorrt_llm.llmapi").GuidedDecodingParams
+        params["guided_decoding"] = guided_decoding_params(**params["guided_decoding"])
+    if "embedding_bias" in params:
+        torch = import_module("torch")
+        given = params["embedding_bias"]
+        bias = torch.zeros(given["vocab_size"], dtype=torch.float32)
+        for token_id, value in given["biases"].items():
+            bias[int(token_id)] = value
+        params["embedding_bias"] = bias
+    return import_module("tensorrt_llm").SamplingParams(**params)
+
+
+def _scores(token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+    """Log probabilities of tokens, and those of the most likely ones; nothing where none were asked for."""
+    if not entries:
+        return {}
+    if isinstance(entries[0], float):
+        return {"logprobs": entries}
+    rows = [{int(token_id): float(entry.logprob) for token_id, entry in row.items()} for row in entries]
+    return {
+        "logprobs": [row[token_id] for token_id, row in zip(token_ids, rows, strict=True)],
+        "top": [sorted(row.items(), key=lambda item: (-item[1], item[0])) for row in rows],
+    }
 
 
 async def _serve(llm: Any, sampling_params: Any, connection: socket.socket) -> None:
@@ -103,7 +134,7 @@ def main(descriptor: int) -> None:
         return
     try:
         say({"kind": "ready", "version": str(getattr(tensorrt_llm, "__version__", "unknown"))})
-        asyncio.run(_serve(llm, tensorrt_llm.SamplingParams, connection))
+        asyncio.run(_serve(llm, made_params, connection))
     finally:
         llm.shutdown()
 

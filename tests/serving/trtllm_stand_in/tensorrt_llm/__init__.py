@@ -1,8 +1,10 @@
 """A stand-in for TensorRT-LLM with the classes and names that its documentation has, and no others.
 
-Arguments that `tests/data/tensorrt_llm_1.4.0rc1.json` does not list raise TypeError. Tokens are transformers' own,
-greedy, of the checkpoint that the arguments name, in float32; they come in iterations of 1, 2, 3, ... up to K + 1
-tokens, as if so many drafts were right. Sampling is not played: a temperature raises.
+Arguments that `tests/data/tensorrt_llm_1.4.0rc1.json` does not list raise TypeError, and so do parameters of a request
+that it lists as refused while TensorRT-LLM drafts. Tokens are transformers' own, greedy, of the checkpoint that the
+arguments name, in float32; they come in iterations of 1, 2, 3, ... up to K + 1 tokens, as if so many drafts were right.
+Penalties, biases, bans, guides and log probabilities are played by transformers' processors and llguidance, as the
+documentation defines them. Sampling is not played: a temperature raises.
 
 What it is told goes to the file that STAND_IN_LOG names, a JSON object a line.
 """
@@ -28,29 +30,102 @@ class Model:
 
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._directory = Path(directory)
         self._max_draft_len = max_draft_len
 
-    def iterations(self, prompt: list[int], params: dict[str, Any]) -> Iterator[tuple[list[int], str | None]]:
-        """New tokens and, with the last ones, "stop" or "length"."""
+    def iterations(
+        self, prompt: list[int], params: dict[str, Any]
+    ) -> Iterator[tuple[list[int], str | None, list[dict[int, float]]]]:
+        """New tokens, with the last ones "stop" or "length", and log probabilities of the K most likely and of each."""
         import torch
 
         assert params["temperature"] == 0 and params["ignore_eos"] and not params["detokenize"]
         assert params["include_stop_str_in_output"] and not params["add_special_tokens"]
         stops, num_left, size = set(params["stop_token_ids"]), params["max_tokens"], 0
-        ids, past = torch.tensor([prompt]), None
+        ids, past, rules = torch.tensor([prompt]), None, Rules(self._model, self._directory, prompt, params)
         new: list[int] = []
+        scores: list[dict[int, float]] = []
         while num_left:
             with torch.no_grad():
                 out = self._model(ids, past_key_values=past, use_cache=True)
             past, num_left = out.past_key_values, num_left - 1
-            new.append(int(out.logits[0, -1].argmax()))
+            raw = out.logits[0, -1].log_softmax(0)
+            new.append(int(rules.applied(out.logits[:, -1])[0].argmax()))
+            rules.add(new[-1])
+            if params.get("logprobs") is not None:
+                most_likely = raw.topk(params["logprobs"])
+                scores.append({new[-1]: float(raw[new[-1]])})
+                scores[-1] |= dict(zip(most_likely.indices.tolist(), most_likely.values.tolist(), strict=True))
             ids = torch.tensor([new[-1:]])
             reason = "stop" if new[-1] in stops else None if num_left else "length"
             if reason is not None or len(new) == max(1, size):
-                yield new, reason
-                new, size = [], size % (self._max_draft_len + 1) + 1
+                yield new, reason, scores
+                new, scores, size = [], [], size % (self._max_draft_len + 1) + 1
             if reason is not None:
                 return
+
+
+class Rules:
+    """What a request's parameters do to its logits."""
+
+    def __init__(self, model: Any, directory: Path, prompt: list[int], params: dict[str, Any]) -> None:
+        self._params = params
+        self._tokens = list(prompt)
+        self._num_prompt = len(prompt)
+        self._eos_id = model.config.eos_token_id
+        self._matcher: Any = None
+        guide = params.get("guided_decoding")
+        if guide is not None or params.get("bad"):
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self._bad = [tokenizer.encode(text, add_special_tokens=False).ids for text in params.get("bad", ())]
+        if guide is not None:
+            from llguidance import LLMatcher, LLTokenizer
+
+            ((name, text),) = guide.items()
+            tokens = LLTokenizer(tokenizer.to_str(), n_vocab=model.config.vocab_size, eos_token=self._eos_id)
+            self._matcher = LLMatcher(tokens, getattr(LLMatcher, KNOWN["llguidance"][name])(text))
+
+    def add(self, token: int) -> None:
+        self._tokens.append(token)
+        if self._matcher is not None and token != self._eos_id:
+            assert self._matcher.consume_token(token)
+
+    def applied(self, logits: Any) -> Any:
+        import torch
+        from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+        given, ids = self._params, torch.tensor([self._tokens])
+        bias = given.get("embedding_bias")
+        logits = logits if bias is None else logits + bias
+        repetition = given.get("repetition_penalty", 1.0)
+        if repetition != 1.0:
+            logits = RepetitionPenaltyLogitsProcessor(repetition)(ids, logits)
+        counted = torch.tensor(self._tokens[min(given.get("prompt_ignore_length", 0), self._num_prompt) :]).long()
+        counts = torch.bincount(counted, minlength=logits.shape[1])
+        frequency, presence = given.get("frequency_penalty", 0.0), given.get("presence_penalty", 0.0)
+        logits = logits - frequency * counts - presence * (counts > 0)
+        if given.get("bad"):
+            logits = NoBadWordsLogitsProcessor(self._bad)(ids, logits)
+        if len(self._tokens) - self._num_prompt < given.get("min_tokens", 0):
+            logits[0, given["end_id"]] = -torch.inf
+        if self._matcher is not None:
+            logits = logits.masked_fill(~self._allowed(logits.shape[1]), -torch.inf)
+        return logits
+
+    def _allowed(self, vocab_size: int) -> Any:
+        import numpy as np
+        import torch
+
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return torch.from_numpy(np.unpackbits(mask, bitorder="little")[:vocab_size].astype(bool))
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
 
 
 @dataclass
@@ -59,6 +134,13 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+
+
+class GuidedDecodingParams:
+    def __init__(self, **params: Any) -> None:
+        _refuse_unknown("GuidedDecodingParams", params, KNOWN["guided_decoding_params"])
+        self.params = params
 
 
 class SamplingParams:
@@ -68,7 +150,7 @@ class SamplingParams:
 
 
 class RequestOutput:
-    def __init__(self, request_id: int, prompt: list[int], iterations: Iterator[tuple[list[int], str | None]]) -> None:
+    def __init__(self, request_id: int, prompt: list[int], iterations: Iterator[tuple[Any, ...]]) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt
         self.outputs = [CompletionOutput(0)]
@@ -82,13 +164,15 @@ class RequestOutput:
 
     async def __aiter__(self) -> AsyncIterator["RequestOutput"]:
         completion = self.outputs[0]
-        for new, reason in self._iterations:
+        for new, reason, scores in self._iterations:
             await asyncio.sleep(0.001)
             if self._is_aborted:
                 completion.finish_reason, self.finished = "cancelled", True
                 yield self
                 return
             completion.token_ids = [*completion.token_ids, *new]
+            rows = [{token: Logprob(value) for token, value in row.items()} for row in scores]
+            completion.logprobs = [*completion.logprobs, *rows]
             completion.finish_reason, self.finished = reason, reason is not None
             yield self
 
@@ -102,14 +186,20 @@ class LLM:
             config = json.loads((Path(speculative["speculative_model"]) / "config.json").read_text())
             assert speculative["max_draft_len"] <= config["block_size"] - 1
         self._model = Model(model, max_draft_len=speculative["max_draft_len"] if speculative else 0)
-        self._num_requests = 0
+        self._num_requests, self._refused = 0, refused_parameters(speculative)
+        self._has_guides = args.get("guided_decoding_backend") == "llguidance"
 
     def generate_async(self, inputs: list[int], **options: Any) -> RequestOutput:
         _refuse_unknown("generate_async", options, KNOWN["generate_async"])
         assert options["streaming"]
-        params = options["sampling_params"].params
+        params = dict(options["sampling_params"].params)
+        guide = params.get("guided_decoding")
+        if guide is not None:
+            assert isinstance(guide, GuidedDecodingParams) and self._has_guides
+            params["guided_decoding"] = guide.params
+        _refuse("SamplingParams", set(params) & self._refused)
         self._num_requests += 1
-        log({"request": self._num_requests, "params": params})
+        log({"request": self._num_requests, "params": {**params, "embedding_bias": "embedding_bias" in params}})
         if inputs[:2] == [6, 6]:
             raise ValueError("a prompt that TensorRT-LLM refuses")
         return RequestOutput(self._num_requests, inputs, self._model.iterations(inputs, params))
@@ -123,16 +213,29 @@ def log(told: dict[str, Any]) -> None:
         file.write(json.dumps(told) + "\n")
 
 
-def _refuse_unknown(what: str, given: dict[str, Any], known: Any) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise TypeError(f"{what}() got unexpected arguments {unknown}")
+def refused_parameters(speculative: dict[str, Any] | None) -> set[str]:
+    """Parameters of a request that are refused beside these drafts."""
+    always, without_penalties = KNOWN["refused_while_drafting"]
+    if speculative is None:
+        return set()
+    return set(always) | (set() if speculative.get("enable_penalty") else set(without_penalties))
+
+
+def _refuse_unknown(what: str, given: Any, known: Any) -> None:
+    _refuse(what, set(given) - set(known))
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        raise TypeError(f"{what}() got unexpected arguments {sorted(names)}")
 
 
 def _check_arguments(args: dict[str, Any], prefix: str = "") -> None:
     for name, value in args.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict):
+            if name == "speculative_config":
+                _refuse_unknown(name, value, KNOWN["decoding_configs"][value["decoding_type"]])
             _check_arguments(value, f"{path}.")
         elif path not in KNOWN["llm_args"] and path not in KNOWN["free_text"]:
             raise TypeError(f"LLM() got an unexpected argument {path}")

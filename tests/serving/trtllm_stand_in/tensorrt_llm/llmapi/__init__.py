@@ -1,1 +1,3 @@
 """See the package."""
+
+from tensorrt_llm import GuidedDecodingParams as GuidedDecodingParams
