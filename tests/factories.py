@@ -319,6 +319,50 @@ def make_speculators_drafter(
     return _write_drafter(path, fields, tensors)
 
 
+def make_eagle3_head(
+    path: Path,
+    *,
+    target_dir: Path,
+    taps: Sequence[int] = (1, 2, 4),
+    draft_vocab_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    **fields: Any,
+) -> Path:
+    """Write an EAGLE-3 head as SafeAILab does, with a vocabulary of every second token: taps count from 1."""
+    target = read_json(target_dir / "config.json")
+    hidden, inner = target["hidden_size"], 96
+    config = {name: target[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"hidden_size": hidden, "intermediate_size": inner, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    config |= {"rope_theta": 10000.0, "max_position_embeddings": 512, "draft_vocab_size": draft_vocab_size}
+    config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps)}, **fields}
+    q, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, len(taps) * hidden),
+        "midlayer.self_attn.q_proj": (q, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, q),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "lm_head": (draft_vocab_size, hidden),
+        **{f"midlayer.{name}": (hidden,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        "norm": (hidden,),
+    }
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}": (hidden,) for i in range(len(taps))}
+    if config.get("norm_before_fc"):
+        shapes["input_norm"] = (len(taps) * hidden,)
+    tensors = {f"{name}.weight": torch.empty(shape) for name, shape in shapes.items()}
+    randomize(tensors, seed=3)
+    path.mkdir()
+    write_json(path / "config.json", config)
+    offsets = {"d2t": torch.arange(draft_vocab_size)}
+    save_file({name: x.to(dtype) for name, x in tensors.items()} | offsets, path / "model.safetensors")
+    return path
+
+
 def write_tokenizer(path: Path) -> None:
     """A byte-level tokenizer: ids 0 .. 3 are SPECIAL_TOKENS, then one id per byte. Needs no training."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

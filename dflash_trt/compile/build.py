@@ -234,7 +234,8 @@ def _check(sources: CheckpointSources, base_dir: Path) -> _Checked:
         limits, more_notes = with_whole_prompts(config, resolved[0])
         resolved = limits, [*resolved[1], *more_notes]
         export = errors.run(lambda: plan_export(config, pair, plan, limits, paths))
-        own_notes += [context_arena_note(pair.draft, limits)] if pair.draft is not None else []
+        if pair.draft is not None and pair.draft.chain is None:
+            own_notes.append(context_arena_note(pair.draft, limits))
     errors.raise_all("build")
     assert resolved is not None and plan is not None and tokenizer is not None
     limits, notes = resolved

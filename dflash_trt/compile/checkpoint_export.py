@@ -45,6 +45,7 @@ from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 _METHODS = ("modelopt", "fp8", "mxfp4")  # quant_method of checkpoints that TensorRT-LLM reads as they are
 _QUANT_CONFIG = "hf_quant_config.json"
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # numbered from 1
 
 
 def with_defaults(config: BuildConfig) -> tuple[BuildConfig, list[str]]:
@@ -58,7 +59,7 @@ def with_defaults(config: BuildConfig) -> tuple[BuildConfig, list[str]]:
     if not chosen:
         return config, []
     quantization = QuantizationConfig(**asked.model_dump() | chosen)
-    note = f"{' and '.join(chosen)} left unquantized: TensorRT-LLM fuses the drafter's q, k, v and fc as they are"
+    note = f"{' and '.join(chosen)} left unquantized: TensorRT-LLM takes the drafter's q, k, v and fc as they are"
     return config.model_copy(update={"quantization": quantization}), [note]
 
 
@@ -76,7 +77,7 @@ def normalized(draft: DraftSpec) -> DraftSpec:
 
 
 def context_arena_note(draft: DraftSpec, limits: EngineLimits) -> str:
-    """Memory of the drafter's context; TensorRT-LLM keeps it for every slot and position, in 16 bits."""
+    """Memory of DFlash's context; TensorRT-LLM keeps it for every slot and position, in 16 bits."""
     num_bytes = 2 * sum(draft.kv_sizes) * limits.max_seq_len * limits.max_batch_size
     return (
         f"the drafter's context takes {num_bytes / 2**30:.2f} GiB (all ranks together) for max_batch_size "
@@ -211,7 +212,10 @@ def _write_drafter(
     if order != list(range(len(ids))):
         (name,) = export.names[DRAFTER_DIR]["draft.fc"].parts
         changes[name] = permuted_columns(stored.tensors[name], order)
-    fields = drafter_config(read_json_object(directory / CONFIG_FILES[0]), draft, config.drafter_overrides)
+    given = with_overrides(
+        read_json_object(directory / CONFIG_FILES[0]), config.drafter_overrides, label="drafter", notes=[], problems=[]
+    )
+    fields = eagle3_config(given, draft) if draft.chain is not None else dflash_config(given, draft)
     if parts:
         _add_description(writer, DRAFTER_DIR, fields, parts, _plain_modules(export, "draft."), has_fp8_kv=False)
     else:
@@ -220,20 +224,36 @@ def _write_drafter(
     return Export(stored=stored, changes=changes)
 
 
-def drafter_config(fields: Mapping[str, Any], draft: DraftSpec, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def dflash_config(fields: Mapping[str, Any], draft: DraftSpec) -> dict[str, Any]:
     """A drafter's config.json for TensorRT-LLM: ids in `dflash_config`, top-level block_size, sorted taps."""
-    changed = with_overrides(fields, overrides, label="drafter", notes=[], problems=[])
-    ids = list(normalized(draft).target_layer_ids)
+    changed, ids = dict(fields), list(normalized(draft).target_layer_ids)
     nested: dict[str, Any] = {**(changed.get("dflash_config") or {})}
     for name in ("mask_token_id", "target_layer_ids", "block_size"):
         changed.pop(name, None)
     nested |= {"mask_token_id": draft.mask_token_id, "target_layer_ids": ids}
     nested.pop("block_size", None)
-    mirrored = "eagle_aux_hidden_state_layer_ids"
     for section in (changed, nested):
-        if section.get(mirrored) is not None:
-            section[mirrored] = [layer_id + 1 for layer_id in ids]
+        if section.get(_AUX_LAYERS) is not None:
+            section[_AUX_LAYERS] = [layer_id + 1 for layer_id in ids]
     return {**changed, "block_size": draft.draft_block_size, "dflash_config": nested}
+
+
+def eagle3_config(fields: Mapping[str, Any], draft: DraftSpec) -> dict[str, Any]:
+    """An EAGLE-3 head's config.json for TensorRT-LLM, which reads each field in one place and has other defaults."""
+    assert draft.chain is not None
+    changed = {name: value for name, value in fields.items() if name not in (_AUX_LAYERS, "norm_before_fc")}
+    nested = {
+        **(changed.get("eagle_config") or {}),
+        _AUX_LAYERS: [layer_id + 1 for layer_id in normalized(draft).target_layer_ids],
+        "norm_before_fc": draft.chain.fc_norm == "joint",
+    }
+    return changed | {
+        "eagle_config": nested,
+        "fc_norm": draft.chain.fc_norm == "per_tap",
+        "norm_output": draft.chain.has_normed_features,
+        "target_hidden_size": draft.target_hidden_size,
+        "draft_vocab_size": draft.draft_vocab_size or draft.target_vocab_size,
+    }
 
 
 def _add_description(

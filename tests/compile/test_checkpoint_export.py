@@ -18,7 +18,14 @@ from dflash_trt.executor.opening import open_executor
 from dflash_trt.serving.llm import LLM
 from tests.checkpoint.expert_files import to_mxfp4
 from tests.checkpoint.test_fp8_checkpoints import write_blocks
-from tests.factories import edit_json, make_speculators_drafter, make_target, make_zlab_drafter, read_json
+from tests.factories import (
+    edit_json,
+    make_eagle3_head,
+    make_speculators_drafter,
+    make_target,
+    make_zlab_drafter,
+    read_json,
+)
 
 PROMPT = [5, 17, 80, 33, 9, 200, 41]
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 128}
@@ -39,6 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target(base / "target", max_shard_size="60KB", **bf16)
     make_zlab_drafter(base / "drafter", target_dir=target, **bf16)
     make_zlab_drafter(base / "unsorted", target_dir=target, target_layer_ids=(2, 0, 1), schema="new", **bf16)
+    make_eagle3_head(base / "eagle3", target_dir=target)
     prompts = "".join(
         json.dumps({"prompt_token_ids": [5 + (i * 7 + j) % 200 for j in range(12)]}) + "\n" for i in range(2)
     )
@@ -106,6 +114,57 @@ def test_taps_are_sorted_with_their_columns(base: Path, tmp_path: Path) -> None:
     )
 
 
+NORMS: list[dict[str, bool]] = [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}]
+
+
+@pytest.mark.parametrize("norms", NORMS, ids=["plain", "3.1", "joint"])
+def test_an_eagle3_head_is_exported_with_its_taps_and_norms(base: Path, tmp_path: Path, norms: dict[str, bool]) -> None:
+    """Byte for byte what the source makes, and every field where TensorRT-LLM reads it."""
+    head = make_eagle3_head(tmp_path / "head", target_dir=base / "target", **norms)
+    engine = exported(base, tmp_path / "exported", drafter=str(head))
+    config = read_json(engine.path / "drafter/config.json")
+    assert (config["fc_norm"], config["norm_output"]) == (norms.get("fc_norm", False), norms.get("norm_output", False))
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "norm_before_fc": norms.get("norm_before_fc", False)}
+    assert config["eagle_config"] == nested and "norm_before_fc" not in config
+    assert (config["target_hidden_size"], config["draft_vocab_size"]) == (64, 64)
+    assert engine.manifest.tensorrt_llm is not None
+    assert engine.manifest.tensorrt_llm.llm_args["speculative_config"] == {
+        "decoding_type": "Eagle3",
+        "eagle3_layers_to_capture": [0, 1, 3],
+        "eagle3_model_arch": "llama3",
+        "max_draft_len": 7,
+        "speculative_model": "drafter",
+        "enable_penalty": True,
+    }
+    ours, direct = rebuilt(engine, tmp_path / "rebuilt"), build(base, tmp_path / "direct", drafter=str(head))
+    assert ours.manifest.pretrained_config == direct.manifest.pretrained_config == engine.manifest.pretrained_config
+    assert ours.manifest.files["rank0.safetensors"] == direct.manifest.files["rank0.safetensors"]
+    assert tokens(ours) == tokens(direct)
+
+
+def test_taps_of_an_eagle3_head_are_sorted_with_their_columns(base: Path, tmp_path: Path) -> None:
+    head = make_eagle3_head(tmp_path / "head", target_dir=base / "target", taps=(4, 1, 2))
+    engine, direct = (
+        exported(base, tmp_path / "exported", drafter=str(head)),
+        build(base, tmp_path / "direct", drafter=str(head)),
+    )
+    ours = rebuilt(engine, tmp_path / "rebuilt")
+    before, after = (load_file(each.weights_path(0))["draft.fc"].chunk(3, dim=1) for each in (direct, ours))
+    assert all(torch.equal(after[i], before[j]) for i, j in enumerate((1, 2, 0)))
+    assert tokens(ours) == tokens(direct)
+
+
+def test_an_eagle3_head_keeps_no_memory_for_a_context(base: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    for drafter in ("drafter", "eagle3"):
+        config = BuildConfig(target="target", drafter=drafter, backend="tensorrt_llm", max_seq_len=128)
+        engine = build_engine(
+            config, tmp_path / drafter, base_dir=base, overwrite=False, command=("build",), progress=lambda _: None
+        )
+        notes.append(" ".join(read_json(engine.path / "provenance.json")["notes"]))
+    assert ["context takes" in note for note in notes] == [True, False]
+
+
 def test_an_index_and_the_tokenizer_come_with_the_export(base: Path, tmp_path: Path) -> None:
     engine = exported(base, tmp_path / "exported", quantization=fp8(base))
     index = read_json(engine.path / "target/model.safetensors.index.json")
@@ -130,6 +189,7 @@ REFUSED = [
     ({"quantization": {"lm_head": "fp8"}}, "target.lm_head: expected fp8 or nvfp4 in attention"),
     ({"quantization": {"draft_lm_head": "fp8"}}, "draft_lm_head: expected none (the drafter takes the target's head)"),
     ({"quantization": {"drafter": "fp8"}}, "expected unquantized weights of the drafter's q, k, v and fc"),
+    ({"drafter": "eagle3", "quantization": {"drafter": "fp8"}}, "quantization: expected an unquantized EAGLE-3 head"),
     ({"quantization": {"draft_kv_cache": "fp8"}}, "draft_kv_cache: expected none (its context has the dtype of fc)"),
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt_llm.constraints import EXPORTED, drafter_problems
+from dflash_trt.backends.tensorrt_llm.constraints import EXPORTED, EXPORTED_OF_EAGLE3, drafter_problems
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
@@ -21,7 +21,7 @@ from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
 from dflash_trt.core.model.mtp import MtpHead
 from tests.dflash2_files import make_dflash2_drafter
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import make_eagle3_head, make_target, make_zlab_drafter
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,76 @@ def test_every_field_of_a_drafter_is_exported_or_refused_by_name(target: Path, t
     assert "drafter layer 1 feed_forward: expected one of AttentionMask, Dense" in "".join(drafter_problems(odd))
 
 
+# The same of an EAGLE-3 head.
+REFUSED_OF_EAGLE3: dict[type[Frozen], dict[str, Any]] = {
+    DraftSpec: {
+        "mask_token_id": 5,
+        "input_embedding_scale": 2.0,
+        "conv": BlockConv(kernel_size=2, group_size=8),
+        "selector": CandidateSelector(rank=4, top_k=4),
+        "heads": DSparkHeads(rank=4),
+        "mtp": MtpHead(),
+    },
+    LayerSpec: REFUSED_FIELDS[LayerSpec],
+    Gqa: REFUSED_FIELDS[Gqa] | {"has_qk_norm": True, "has_qkv_bias": True, "has_o_bias": True},
+    AttentionMask: {"chunk": 8, "window": 8, "is_causal": False, "is_window_anchored": True},
+    EagleChain: {"has_normed_residual": True},
+    Dense: REFUSED_FIELDS[Dense],
+}
+
+
+@pytest.fixture
+def head(target: Path, tmp_path: Path) -> DraftSpec:
+    draft = open_pair(target, make_eagle3_head(tmp_path / "head", target_dir=target)).draft
+    assert draft is not None
+    return draft
+
+
+def test_every_field_of_an_eagle3_head_is_exported_or_refused_by_name(head: DraftSpec) -> None:
+    assert list(drafter_problems(head)) == []
+    assert set(EXPORTED_OF_EAGLE3) == set(REFUSED_OF_EAGLE3)
+    for kind, refused in REFUSED_OF_EAGLE3.items():
+        exported = EXPORTED_OF_EAGLE3[kind]
+        assert set(refused) | exported == set(kind.model_fields) and not set(refused) & exported
+        for name, value in refused.items():
+            problems = list(drafter_problems(changed(head, kind, {name: value})))
+            assert any(f" {name}: expected" in line and "would ignore it" in line for line in problems), (
+                name,
+                problems,
+            )
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"target_layer_ids": (1,)}, "drafter target_layer_ids: expected several layers"),
+        ({"target_layer_ids": (1, 1, 2)}, "drafter target_layer_ids: expected layers that are named once"),
+        ({"target_hidden_size": 32, "target_layer_ids": (0, 1)}, "drafter target_layer_ids: expected several layers"),
+        (
+            {"target_hidden_size": 32},
+            "drafter embedding: expected its own, of hidden_size 64, found the target's, of 32",
+        ),
+        ({"has_own_embedding": True}, "drafter embedding: expected the target's, found its own"),
+        ({"source_format": "speculators"}, "drafter format: expected SafeAILab's, found speculators"),
+        (
+            {"target_layer_ids": (3, 0, 1), "chain": EagleChain(fc_norm="per_tap")},
+            "drafter target_layer_ids: expected sorted layers, with a norm of theirs",
+        ),
+    ],
+)
+def test_an_eagle3_head_that_tensorrt_llm_would_read_otherwise_is_refused(
+    head: DraftSpec, update: dict[str, Any], message: str
+) -> None:
+    found = list(drafter_problems(head.model_copy(update=update)))
+    assert any(line.startswith(message) for line in found), found
+
+
 def changed(spec: Any, kind: type[Frozen], update: dict[str, Any]) -> Any:
     """`spec` with other fields, unchecked, in the last of its parts of this kind."""
     if isinstance(spec, kind):
         return spec.model_copy(update=update)
+    if kind is EagleChain:
+        return spec.model_copy(update={"chain": spec.chain.model_copy(update=update)})
     parts = {DraftSpec: "layers", LayerSpec: "feed_forward" if kind is Dense else "mixer", Gqa: "mask"}
     name = parts[type(spec)]
     part = getattr(spec, name)

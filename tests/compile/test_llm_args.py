@@ -17,7 +17,7 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.provenance import triton_model, yaml_text
 from scripts.compare_trtllm_manifest import SNAPSHOT, arguments_of, differences, snapshot_arguments
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import make_eagle3_head, make_target, make_zlab_drafter
 
 KNOWN = json.loads(SNAPSHOT.read_text())
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "bool": bool, "float": (int, float), "str": str}
@@ -46,29 +46,31 @@ def _fits(value: Any, annotation: str, allowed: list[str]) -> bool:
     if allowed:
         return value in allowed
     kind = next(kind for kind in ("int", "bool", "float") if kind in annotation)
-    if "List[" in annotation:
+    if "List[" in annotation or "Set[" in annotation:
         return isinstance(value, list) and all(type(item) is int for item in value)
     return isinstance(value, TYPES[kind]) and (kind == "bool") == isinstance(value, bool)
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> list[PretrainedConfig]:
-    """With everything that a build can ask for: a drafter and none, experts, ranks, FP8 K/V."""
+    """With everything that a build can ask for: drafters and none, experts, ranks, FP8 K/V."""
     base = tmp_path_factory.mktemp("pairs")
     dense, experts = make_target(base / "dense"), make_target(base / "experts", family="qwen3_moe")
     first = open_pair(dense, make_zlab_drafter(base / "drafter", target_dir=dense))
     second = open_pair(experts, None)
+    third = open_pair(dense, make_eagle3_head(base / "eagle3", target_dir=dense))
     fp8_kv = QuantizationSpec(target_kv=(LayerKvScales(),) * 4)
     mapping = RankMapping(world_size=2, tp_size=2, ep_size=2)
     return [
         PretrainedConfig(target=first.target, draft=first.draft, dtype="bfloat16", quantization=fp8_kv),
         PretrainedConfig(target=second.target, dtype="float16", mapping=mapping),
+        PretrainedConfig(target=third.target, draft=third.draft, dtype="bfloat16"),
     ]
 
 
 def test_every_argument_is_known_with_its_type_and_literal(configs: list[PretrainedConfig]) -> None:
     emitted = [llm_args(config, LIMITS, has_tokenizer=True) for config in configs]
-    assert [list(problems(args)) for args in emitted] == [[], []]
+    assert [list(problems(args)) for args in emitted] == [[], [], []]
     assert emitted[0]["kv_cache_config"]["dtype"] == "fp8" and emitted[1]["moe_expert_parallel_size"] == 2
     assert emitted[0]["cuda_graph_config"]["batch_sizes"] == [1, 2, 4, 6]
     assert "speculative_config" in emitted[0] and "speculative_config" not in emitted[1]

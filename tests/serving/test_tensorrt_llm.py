@@ -24,7 +24,7 @@ from dflash_trt.servers.dynamo.service import EngineService, open_service
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.tensorrt_llm.engine import PYTHON, URL
 from scripts import trtllm_check
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import make_eagle3_head, make_target, make_zlab_drafter
 from tests.serving.trtllm_environment import stand_in_python
 from tests.serving.trtllm_server import _Server, trtllm_server
 from tests.serving.trtllm_stand_in.tensorrt_llm import Model
@@ -293,6 +293,23 @@ def test_a_running_server_answers_with_the_same_tokens(
         wait_for(lambda: server.num_hung_up == 1)
     with pytest.raises(ConfigError, match="draft_length: expected nothing, for the server is started, found 2"):
         LLM(engine.path, draft_length=2)
+
+
+def test_an_eagle3_engine_runs_requests_as_a_dflash_engine_does(
+    base: Path, python: str, log: Path, torch_llm: LLM
+) -> None:
+    make_eagle3_head(base / "eagle3", target_dir=base / "target")
+    config = BuildConfig(target="target", drafter="eagle3", max_seq_len=128, max_batch_size=4, backend="tensorrt_llm")
+    engine = build_engine(
+        config, base / "eagle3-engine", base_dir=base, overwrite=False, command=("build",), progress=lambda _: None
+    )
+    own_log = log.with_name("eagle3.jsonl")
+    params = SamplingParams(max_new_tokens=40, regex="[a-z]{3,9}(-[0-9]{1,4}){2}")
+    with open_llm(engine, python, own_log, draft_length=5) as llm:
+        assert_equal_outputs(llm.generate(PROMPTS), torch_llm.generate(PROMPTS))
+        assert_equal_outputs(llm.generate(PROMPTS, params), torch_llm.generate(PROMPTS, params))
+    (args,) = told(own_log, "llm_args")
+    assert args["speculative_config"]["max_draft_len"] == 5 and args["speculative_config"]["decoding_type"] == "Eagle3"
 
 
 @pytest.mark.parametrize("sampling", ALWAYS)

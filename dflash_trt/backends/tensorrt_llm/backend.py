@@ -30,7 +30,10 @@ class TensorRTLLMBackend:
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
         problems = [] if draft is None else list(drafter_problems(draft))
-        return problems if quantization is None else [*problems, *quantization_problems(quantization)]
+        if quantization is not None:
+            is_eagle3 = draft is not None and draft.algorithm == "eagle3"
+            problems += quantization_problems(quantization, is_eagle3=is_eagle3)
+        return problems
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         """TensorRT-LLM compiles nothing; the options of a build that it does not know are refused."""

@@ -1,12 +1,12 @@
-"""Unreported constraints of TensorRT-LLM's DFlash: a drafter that violates one drafts badly.
+"""Unreported constraints of TensorRT-LLM's DFlash and EAGLE-3: a drafter that violates one drafts badly.
 
-Sources: `_torch/models/modeling_dflash.py`, `_torch/speculative/dflash.py` and `llmapi/llm_args.py` of TensorRT-LLM
-1.4.0rc1.
+Sources: `_torch/models/modeling_dflash.py`, `_torch/speculative/dflash.py`, `_torch/models/modeling_speculative.py`
+(Eagle3DraftModel), `_torch/speculative/eagle3.py` and `llmapi/llm_args.py` of TensorRT-LLM 1.4.0rc1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,7 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen
 from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.model.feed_forward import Dense
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.quantization import QuantizationSpec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("fp8", "fp8_block", "mxfp4", "nvfp4")  # formats of checkpoints
 OUR_FORMATS: Final = ("fp8", "nvfp4")  # that a build writes; the others are passed on as published
-_PARTS: Final = ("mixer", "feed_forward", "mask")
+_PARTS: Final = ("mixer", "feed_forward", "mask", "chain")
 _OTHER = "Use another drafter, or build with --backend torch or tensorrt."
 _RAW = ("draft.fc", "draft.kv", "draft.layers.*.q")  # TensorRT-LLM concatenates these weights as they are
 
@@ -58,25 +59,56 @@ EXPORTED: Final[dict[type[Frozen], frozenset[str]]] = {
     AttentionMask: frozenset({"window", "is_causal", "is_window_anchored"}),
     Dense: frozenset({"kind", "intermediate_size"}),
 }
+# The same of an EAGLE-3 head, which is Llama's layer: causal, without biases or norms of q and k.
+EXPORTED_OF_EAGLE3: Final[dict[type[Frozen], frozenset[str]]] = {
+    DraftSpec: EXPORTED[DraftSpec] - {"mask_token_id", "input_embedding_scale"} | {"algorithm", "chain"},
+    LayerSpec: EXPORTED[LayerSpec],
+    Gqa: frozenset({"kind", "num_heads", "num_kv_heads", "head_dim", "rope", "mask"}),
+    AttentionMask: frozenset({"first_key"}),  # the first token has no row there, either
+    EagleChain: frozenset({"fc_norm", "has_normed_features"}),
+    Dense: EXPORTED[Dense],
+}
 
 
 def drafter_problems(draft: DraftSpec) -> Iterator[str]:
     """Problems of a drafter that TensorRT-LLM would load, and draft badly with."""
-    yield from _ignored(draft, "drafter")
+    is_eagle3 = draft.algorithm == "eagle3"
+    exported = EXPORTED_OF_EAGLE3 if is_eagle3 else EXPORTED
+    yield from _ignored(draft, "drafter", exported)
     for i, layer in enumerate(draft.layers):
-        yield from _ignored(layer, f"drafter layer {i}")
-    if draft.source_format != "z-lab":
-        yield problem("drafter format", expected="z-lab's", found=draft.source_format, hint=_OTHER)
+        yield from _ignored(layer, f"drafter layer {i}", exported)
+    source_format, whose = ("eagle3", "SafeAILab's") if is_eagle3 else ("z-lab", "z-lab's")
+    if draft.source_format != source_format:
+        yield problem("drafter format", expected=whose, found=draft.source_format, hint=_OTHER)
+    ids = draft.target_layer_ids
+    if len(set(ids)) < len(ids):
+        found = ", ".join(map(str, ids))
+        yield problem("drafter target_layer_ids", expected="layers that are named once", found=found, hint=_OTHER)
+    yield from _eagle3_problems(draft) if is_eagle3 else _dflash_problems(draft)
+
+
+def _eagle3_problems(draft: DraftSpec) -> Iterator[str]:
+    ids, width = draft.target_layer_ids, draft.target_hidden_size
+    found = ", ".join(map(str, ids))
+    if len(ids) == 1 or len(ids) * width == draft.hidden_size:
+        expected = f"several layers, wider together than hidden_size {draft.hidden_size} (TensorRT-LLM leaves fc out)"
+        yield problem("drafter target_layer_ids", expected=expected, found=found, hint=_OTHER)
+    if draft.chain is not None and draft.chain.fc_norm != "none" and list(ids) != sorted(ids):
+        expected = "sorted layers, with a norm of theirs (TensorRT-LLM sorts them)"
+        yield problem("drafter target_layer_ids", expected=expected, found=found, hint=_OTHER)
+    if draft.has_own_embedding != (width != draft.hidden_size):
+        expected = "the target's" if draft.has_own_embedding else f"its own, of hidden_size {draft.hidden_size}"
+        found = "its own" if draft.has_own_embedding else f"the target's, of {width}"
+        yield problem("drafter embedding", expected=expected, found=found, hint=_OTHER)
+
+
+def _dflash_problems(draft: DraftSpec) -> Iterator[str]:
     if draft.has_own_embedding or draft.draft_vocab_size is not None:
         found = "its own embedding" if draft.has_own_embedding else f"its own head of {draft.draft_vocab_size} tokens"
         yield problem("drafter vocabulary", expected="the target's embedding and head", found=found, hint=_OTHER)
     if draft.input_embedding_scale != 1.0:
         found = f"{draft.input_embedding_scale:g}"
         yield problem("drafter input_embedding_scale", expected="1", found=found, hint=_OTHER)
-    ids = draft.target_layer_ids
-    if len(set(ids)) < len(ids):
-        found = ", ".join(map(str, ids))
-        yield problem("drafter target_layer_ids", expected="layers that are named once", found=found, hint=_OTHER)
     layers = draft.attentions
     kinds = {(gqa.num_heads, gqa.num_kv_heads, gqa.head_dim, gqa.rope, gqa.has_qk_norm) for gqa in layers}
     if len(kinds) > 1:
@@ -92,11 +124,11 @@ def drafter_problems(draft: DraftSpec) -> Iterator[str]:
             yield problem(f"drafter layer {i} mask", expected=expected, found=found, hint=_OTHER)
 
 
-def _ignored(spec: Frozen, subject: str) -> Iterator[str]:
+def _ignored(spec: Frozen, subject: str, table: Mapping[type[Frozen], frozenset[str]]) -> Iterator[str]:
     """Fields that TensorRT-LLM would ignore, of `spec` and of the exported specs in it."""
-    exported = EXPORTED.get(type(spec))
+    exported = table.get(type(spec))
     if exported is None:
-        kinds = ", ".join(sorted(kind.__name__ for kind in EXPORTED))
+        kinds = ", ".join(sorted(kind.__name__ for kind in table))
         yield problem(subject, expected=f"one of {kinds}", found=type(spec).__name__, hint=_OTHER)
         return
     for name, field in type(spec).model_fields.items():
@@ -105,24 +137,27 @@ def _ignored(spec: Frozen, subject: str) -> Iterator[str]:
             expected = f"{field.default}, for TensorRT-LLM would ignore it"
             yield problem(f"{subject} {name}", expected=expected, found=f"{value!s:.80}", hint=_OTHER)
         elif name in _PARTS and isinstance(value, Frozen):
-            yield from _ignored(value, f"{subject} {name}")
+            yield from _ignored(value, f"{subject} {name}", table)
 
 
-def quantization_problems(quantization: QuantizationSpec) -> Iterator[str]:
+def quantization_problems(quantization: QuantizationSpec, *, is_eagle3: bool) -> Iterator[str]:
     """Problems of formats that TensorRT-LLM does not read, or not in this place."""
     yield from unsupported_formats(
         quantization, lambda known: known.name in FORMATS, hint="Build with fp8, nvfp4 or none."
     )
-    drafter = [name for name in quantization.linears if any(fnmatchcase(name, pattern) for pattern in _RAW)]
+    raw = ("draft.*",) if is_eagle3 else _RAW
+    drafter = [name for name in quantization.linears if any(fnmatchcase(name, pattern) for pattern in raw)]
     if drafter:
         expected = "unquantized weights of the drafter's q, k, v and fc (TensorRT-LLM fuses them as they are)"
+        if is_eagle3:
+            expected = "an unquantized EAGLE-3 head (no other has been exported)"
         found = f"{quantization.linears[drafter[0]]} in {drafter[0]} and {len(drafter) - 1} more"
-        hint = f"Add the overrides {', '.join(repr(f'{pattern}: none') for pattern in _RAW)}, or leave drafter out."
+        hint = f"Add the overrides {', '.join(repr(f'{pattern}: none') for pattern in raw)}, or leave drafter out."
         yield problem("quantization", expected=expected, found=found, hint=hint)
     if quantization.draft_kv is not None:
         hint = "Leave draft_kv_cache out."
         yield problem("draft_kv_cache", expected="none (its context has the dtype of fc)", found="fp8", hint=hint)
-    if "draft.lm_head" in quantization.linears:
+    if "draft.lm_head" in quantization.linears and not is_eagle3:
         found, hint = quantization.linears["draft.lm_head"], "Leave draft_lm_head out."
         yield problem("draft_lm_head", expected="none (the drafter takes the target's head)", found=found, hint=hint)
 
@@ -146,8 +181,6 @@ def limits_problems(limits: EngineLimits, *, has_drafter: bool) -> Iterator[str]
         hint = "Pass --drafter none for autoregressive decoding."
         yield problem("max_draft_len", expected="1 or more with a drafter", found="0", hint=hint)
     if limits.max_num_tokens < limits.max_seq_len:
-        expected = (
-            f"at least max_seq_len {limits.max_seq_len} (with DFlash, TensorRT-LLM computes a prompt in one step)"
-        )
+        expected = f"at least max_seq_len {limits.max_seq_len} (chunked prefill is off, so that a prompt is one step)"
         hint = "Raise it or leave it out, or lower max_seq_len."
         yield problem("max_num_tokens", expected=expected, found=str(limits.max_num_tokens), hint=hint)

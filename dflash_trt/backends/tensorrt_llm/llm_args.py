@@ -7,6 +7,7 @@ sources.
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.provenance import DRAFTER_DIR, TARGET_DIR
 
@@ -16,8 +17,8 @@ _FREE_GPU_MEMORY_FRACTION: Final = 0.8
 def llm_args(config: PretrainedConfig, limits: EngineLimits, *, has_tokenizer: bool) -> dict[str, Any]:
     """Keyword arguments of LLM; paths are relative to the engine directory.
 
-    Block reuse and chunked prefill are off, since the drafter's context is made of the hidden states of a prompt that
-    is computed as a whole, in one step. Structured output needs the tokenizer, and is llguidance's, as here. The counts
+    Block reuse and chunked prefill are off, since DFlash's context is made of the hidden states of a prompt that is
+    computed as a whole, in one step. Structured output needs the tokenizer, and is llguidance's, as here. The counts
     of penalties are a small buffer, which costs a step nothing while no request has any.
     """
     has_fp8_kv = config.quantization is not None and config.quantization.target_kv is not None
@@ -46,13 +47,22 @@ def llm_args(config: PretrainedConfig, limits: EngineLimits, *, has_tokenizer: b
         args["moe_tensor_parallel_size"] = config.mapping.moe_tp_size
     if config.draft is not None:
         args["speculative_config"] = {
-            "decoding_type": "DFlash",
+            **_of_algorithm(config.draft),
             "max_draft_len": limits.max_draft_len,
             "speculative_model": DRAFTER_DIR,
-            "attention_backend": "VANILLA",  # the only one that every GPU has
             "enable_penalty": True,
         }
     return args
+
+
+def _of_algorithm(draft: DraftSpec) -> dict[str, Any]:
+    if draft.algorithm == "eagle3":
+        return {
+            "decoding_type": "Eagle3",
+            "eagle3_layers_to_capture": list(draft.target_layer_ids),  # their outputs, as here
+            "eagle3_model_arch": "llama3",
+        }
+    return {"decoding_type": "DFlash", "attention_backend": "VANILLA"}  # the only one that every GPU has
 
 
 def _graph_sizes(max_batch_size: int) -> Iterator[int]:

@@ -183,8 +183,7 @@ class LLM:
         log({"llm_args": {"model": model, **args}})
         speculative = args.get("speculative_config")
         if speculative is not None:
-            config = json.loads((Path(speculative["speculative_model"]) / "config.json").read_text())
-            assert speculative["max_draft_len"] <= config["block_size"] - 1
+            _check_drafter(speculative)
         self._model = Model(model, max_draft_len=speculative["max_draft_len"] if speculative else 0)
         self._num_requests, self._refused = 0, refused_parameters(speculative)
         self._has_guides = args.get("guided_decoding_backend") == "llguidance"
@@ -211,6 +210,22 @@ class LLM:
 def log(told: dict[str, Any]) -> None:
     with Path(os.environ["STAND_IN_LOG"]).open("a") as file:
         file.write(json.dumps(told) + "\n")
+
+
+def _check_drafter(speculative: dict[str, Any]) -> None:
+    """What is read of a drafter before its weights: K fits the block of DFlash, the taps of EAGLE-3 fit its fc."""
+    directory = Path(speculative["speculative_model"])
+    config = json.loads((directory / "config.json").read_text())
+    if speculative["decoding_type"] == "DFlash":
+        assert speculative["max_draft_len"] <= config["block_size"] - 1
+        return
+    from safetensors import safe_open
+
+    taps = speculative["eagle3_layers_to_capture"]
+    assert taps == sorted(set(taps))
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        assert file.get_slice("fc.weight").get_shape()[1] == len(taps) * config["target_hidden_size"]
+        assert file.get_slice("lm_head.weight").get_shape()[0] == config["draft_vocab_size"]
 
 
 def refused_parameters(speculative: dict[str, Any] | None) -> set[str]:
