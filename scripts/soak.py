@@ -17,10 +17,11 @@ import click
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import KV_BUDGET, NODES
-from dflash_trt.scheduler.statistics import SchedulerStatistics
+from dflash_trt.core.runtime_config import KV_BUDGET, NODES, RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream
 
 _RUSH = 10  # times as many arrivals
@@ -29,15 +30,18 @@ _QUEUE_LEN = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakReport:
-    """Every request that was sent is in `num_by_outcome`: a finish reason, or "refused" at the door."""
+    """Every request that was sent is in `num_by_outcome`: a finish reason, or "refused" at the door.
+
+    What our scheduler alone counts is None for TensorRT-LLM's.
+    """
 
     duration_s: float
     num_sent: int
     num_by_outcome: dict[str, int]
     num_output_tokens: int
-    num_preemptions: int
+    num_preemptions: int | None
     prefix_hit_fraction: float | None
-    num_leaked_pages: int
+    num_leaked_pages: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,7 @@ class Traffic:
     slow_fraction: float = 0.2
     forgotten_fraction: float = 0.05
     shared_prefix_fraction: float = 0.4
+    has_priorities: bool = True
     drain_timeout_s: float = 120.0
     seed: int = 0
 
@@ -69,20 +74,21 @@ def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
     sender.join()
     _wait_until_idle(llm, traffic.drain_timeout_s)
     llm.check_integrity()
-    statistics = _counts(llm)
     outcomes = sender.outcomes
     assert outcomes.total() == sender.num_sent, f"{sender.num_sent} requests sent, {outcomes.total()} accounted for"
-    num_leaked_pages = statistics.num_pages_in_use_now + statistics.num_window_pages_in_use_now
-    assert num_leaked_pages == 0, f"{num_leaked_pages} pages leaked"
-    num_finished = sum(statistics.num_finished.values())
-    assert statistics.num_arrivals == num_finished, f"{statistics.num_arrivals} arrived, {num_finished} finished"
+    counts = llm.statistics.scheduler
+    num_leaked_pages = None if counts is None else counts.num_pages_in_use_now + counts.num_window_pages_in_use_now
+    assert not num_leaked_pages, f"{num_leaked_pages} pages leaked"
+    num_arrived = sender.num_sent - outcomes["refused"] if counts is None else counts.num_arrivals
+    num_finished = llm.statistics.num_requests if counts is None else sum(counts.num_finished.values())
+    assert num_arrived == num_finished, f"{num_arrived} arrived, {num_finished} finished"
     return SoakReport(
         duration_s=time.monotonic() - started_s,
         num_sent=sender.num_sent,
         num_by_outcome=dict(outcomes),
         num_output_tokens=sender.num_output_tokens,
-        num_preemptions=statistics.num_preemptions,
-        prefix_hit_fraction=statistics.prefix_hit_fraction,
+        num_preemptions=None if counts is None else counts.num_preemptions,
+        prefix_hit_fraction=None if counts is None else counts.prefix_hit_fraction,
         num_leaked_pages=num_leaked_pages,
     )
 
@@ -122,12 +128,11 @@ class _Sender:
         self.num_sent += 1
         kind = self._random.random()
         traffic = self._traffic
+        priority = self._random.choice((0, 0, 0, 1)) if traffic.has_priorities else 0
         is_forgotten = kind < traffic.forgotten_fraction
         is_slow = not is_forgotten and kind < traffic.forgotten_fraction + traffic.slow_fraction
         try:
-            stream = self._llm.submit(
-                self._prompt(), self._sampling(), priority=self._random.choice((0, 0, 0, 1)), max_pending_tokens=24
-            )
+            stream = self._llm.submit(self._prompt(), self._sampling(), priority=priority, max_pending_tokens=24)
         except RequestError:
             self._count("refused", 0)
             return
@@ -168,18 +173,32 @@ class _Sender:
         )
 
 
-def _counts(llm: Generator) -> SchedulerStatistics:
-    counts = llm.statistics.scheduler
-    assert counts is not None, "a soak is of our own scheduler"
-    return counts
-
-
 def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
     """Forgotten requests end a moment after the last reader."""
     end_s = time.monotonic() + timeout_s
-    while (now := _counts(llm)).num_running_now + now.num_waiting_now + now.num_paused_now:
+    while _num_left(now := llm.statistics):
         assert time.monotonic() < end_s, f"the engine does not come to rest: {now}"
         time.sleep(0.05)
+
+
+def _num_left(now: EngineStatistics) -> int:
+    counts = now.scheduler
+    if counts is None:
+        return now.num_running_now
+    return counts.num_running_now + counts.num_waiting_now + counts.num_paused_now
+
+
+def _with_small_memory(engine_dir: Path, config: RuntimeConfig) -> RuntimeConfig:
+    """Pages for two requests of the longest kind."""
+    with LLM(engine_dir, config) as probe:
+        manifest, plan = probe.engine.manifest, probe.page_plan
+    assert plan is not None
+    return config.replaced(
+        kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
+        adaptive_draft_length=bool(
+            config.use_drafter and manifest.build_config.max_draft_len and not config.draft_length
+        ),
+    )
 
 
 @click.command()
@@ -191,29 +210,25 @@ def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
 @runtime_options(without=[*KV_BUDGET, *NODES, "adaptive_draft_length", "max_queue_len"])
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def main(engine_dir: Path, duration_s: float, traffic_seed: int, as_json: bool, **runtime: Any) -> None:
-    """Random traffic against an engine of backend torch or tensorrt; fails when a page or a request is lost.
+    """Random traffic against an engine; fails when a page or a request is lost.
 
     The K/V memory is kept small, so that requests are preempted and prefixes evicted. Drafting is adaptive unless
-    --draft-length says otherwise.
+    --draft-length says otherwise. With backend tensorrt_llm, whose pages are its own, no request may be lost.
     """
-    config = runtime_from_options(runtime)
-    with LLM(engine_dir, config) as probe:
-        manifest, plan = probe.engine.manifest, probe.page_plan
-    assert plan is not None, "pages of a TensorRT-LLM engine are its own"
-    small = config.replaced(
-        kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
-        adaptive_draft_length=bool(
-            config.use_drafter and manifest.build_config.max_draft_len and not config.draft_length
-        ),
-        max_queue_len=_QUEUE_LEN,
-    )
-    with LLM(engine_dir, small) as llm:
-        report = soak(llm, manifest.target.vocab_size, Traffic(duration_s=duration_s, seed=traffic_seed))
+    config = runtime_from_options(runtime).replaced(max_queue_len=_QUEUE_LEN)
+    engine = EngineDir.open(engine_dir)
+    is_ours = engine.manifest.backend != "tensorrt_llm"
+    traffic = Traffic(duration_s=duration_s, seed=traffic_seed, has_priorities=is_ours)
+    with LLM(engine_dir, _with_small_memory(engine_dir, config) if is_ours else config) as llm:
+        report = soak(llm, engine.manifest.target.vocab_size, traffic)
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
         return
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.num_by_outcome.items()))
     click.echo(f"{report.num_sent} requests in {report.duration_s:.0f} s: {outcomes}")
+    if report.num_leaked_pages is None:
+        click.echo(f"{report.num_output_tokens} tokens; pages and preemptions are TensorRT-LLM's own")
+        return
     click.echo(
         f"{report.num_output_tokens} tokens, {report.num_preemptions} preemptions, "
         f"prefix hits {report.prefix_hit_fraction or 0:.2f} of prompt tokens, leaked pages: {report.num_leaked_pages}"

@@ -32,14 +32,15 @@ class Comparison:
     Over `num_generated_positions`, those where the baseline's greedy text was chosen: `token_agreement_fraction`, the
     share at which both targets would choose the same token, and `kl_nats`, the mean of KL(baseline || candidate) of
     their next-token distributions, with its 99th percentile. Over `num_prompt_positions`, the tokens of the prompts
-    that have a token before them: the perplexities. `identical_texts_fraction` is of all prompts, free running.
+    that have a token before them: the perplexities. `identical_texts_fraction` is of all prompts, free running. What
+    needs the candidate's logits is None for one without.
     """
 
     num_prompts: int
     num_generated_positions: int
-    token_agreement_fraction: float
-    kl_nats: float
-    kl_nats_p99: float
+    token_agreement_fraction: float | None
+    kl_nats: float | None
+    kl_nats_p99: float | None
     identical_texts_fraction: float
     num_prompt_positions: int
     baseline_perplexity: float | None
@@ -79,30 +80,32 @@ def compare(
     candidate_outputs: Sequence[GenerationOutput],
     *,
     baseline_logits: LogitsOf,
-    candidate_logits: LogitsOf,
+    candidate_logits: LogitsOf | None,
 ) -> Comparison:
-    """All numbers. The outputs are greedy, one per prompt and in its order."""
+    """All numbers; without logits of the candidate those of texts. Outputs are greedy, one per prompt, in its order."""
     generated, prompted = _Generated(), _Prompted()
     for prompt, output in zip(prompts, baseline_outputs, strict=True):
         token_ids = [*prompt, *output.token_ids]
         if len(token_ids) < 2:
             continue
         expected = _log_softmax(baseline_logits(token_ids[:-1]))  # row i predicts token i + 1
-        found = _log_softmax(candidate_logits(token_ids[:-1]))
+        found = None if candidate_logits is None else _log_softmax(candidate_logits(token_ids[:-1]))
         prompted.add(expected, found, prompt)
-        generated.add(expected[len(prompt) - 1 :], found[len(prompt) - 1 :])
+        if found is not None:
+            generated.add(expected[len(prompt) - 1 :], found[len(prompt) - 1 :])
     kl = np.concatenate(generated.kl) if generated.kl else np.zeros(0)
+    nothing = None if candidate_logits is None else math.nan
     pairs = list(zip(baseline_outputs, candidate_outputs, strict=True))
     return Comparison(
         num_prompts=len(prompts),
         num_generated_positions=len(kl),
-        token_agreement_fraction=generated.num_agreeing / len(kl) if len(kl) else math.nan,
-        kl_nats=float(kl.mean()) if len(kl) else math.nan,
-        kl_nats_p99=float(np.quantile(kl, 0.99)) if len(kl) else math.nan,
+        token_agreement_fraction=generated.num_agreeing / len(kl) if len(kl) else nothing,
+        kl_nats=float(kl.mean()) if len(kl) else nothing,
+        kl_nats_p99=float(np.quantile(kl, 0.99)) if len(kl) else nothing,
         identical_texts_fraction=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
         num_prompt_positions=prompted.num_positions,
         baseline_perplexity=prompted.perplexity(prompted.baseline_nats),
-        candidate_perplexity=prompted.perplexity(prompted.candidate_nats),
+        candidate_perplexity=None if candidate_logits is None else prompted.perplexity(prompted.candidate_nats),
         baseline_acceptance=acceptance_of(baseline_outputs),
         candidate_acceptance=acceptance_of(candidate_outputs),
     )
@@ -135,11 +138,12 @@ class _Prompted:
         self.baseline_nats = 0.0
         self.candidate_nats = 0.0
 
-    def add(self, expected: NDArray[np.float64], found: NDArray[np.float64], prompt: Sequence[int]) -> None:
+    def add(self, expected: NDArray[np.float64], found: NDArray[np.float64] | None, prompt: Sequence[int]) -> None:
         rows, tokens = np.arange(len(prompt) - 1), np.array(prompt[1:], dtype=np.int64)
         self.num_positions += len(rows)
         self.baseline_nats -= float(expected[rows, tokens].sum())
-        self.candidate_nats -= float(found[rows, tokens].sum())
+        if found is not None:
+            self.candidate_nats -= float(found[rows, tokens].sum())
 
     def perplexity(self, nats: float) -> float | None:
         return math.exp(nats / self.num_positions) if self.num_positions else None

@@ -51,8 +51,9 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     """Measure what ENGINE_DIR loses against another engine of the same pair, greedily.
 
     Both targets compute their next-token distributions along the baseline's own texts, for token agreement and KL
-    divergence. Perplexity is measured on the prompts, acceptance length on each engine's own run. With gates, the exit
-    code is 3 if one is missed.
+    divergence. Perplexity is measured on the prompts, acceptance length on each engine's own run. The baseline is of
+    backend torch; an ENGINE_DIR of another backend has no logits, and is compared by its texts and its acceptance. With
+    gates, the exit code is 3 if one is missed.
     """
     from dflash_trt.engine_dir import EngineDir
 
@@ -61,6 +62,9 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     _require_same_pair(engines["candidate"], engines["baseline"])
     jobs = PromptSource.of_options(options).jobs(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     _require_same_conversations(engines["candidate"], engines["baseline"], jobs)
+    if engines["baseline"].manifest.backend != "torch":
+        found, hint = engines["baseline"].manifest.backend, "Compare with an engine built with --backend torch."
+        raise ConfigError.about(f"baseline {against}", expected="backend torch, for its logits", found=found, hint=hint)
     for engine in engines.values():
         _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
@@ -101,9 +105,9 @@ def _require_same_conversations(candidate: "EngineDir", baseline: "EngineDir", j
 def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> None:
     """Raises ConfigError: a setting or a prompt that this engine refuses, before anything is loaded."""
     from dflash_trt.serving.llm import open_request_reader
-    from dflash_trt.serving.local_engine import checked_config
+    from dflash_trt.serving.opening import checked_settings
 
-    checked_config(engine, config)
+    checked_settings(engine, config)
     reader = open_request_reader(engine).prompts
     refused = []
     for job in jobs:
@@ -119,6 +123,7 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: Runti
 
     outputs = {name: _generate(engine, jobs, config) for name, engine in engines.items()}
     prompts = _token_ids(engines["baseline"], jobs)
+    has_logits = engines["candidate"].manifest.backend == "torch"
     click.echo("scoring ...", err=True)
     with ExitStack() as stack:
         return compare(
@@ -126,7 +131,7 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: Runti
             outputs["baseline"],
             outputs["candidate"],
             baseline_logits=_logits_of(engines["baseline"], config, stack),
-            candidate_logits=_logits_of(engines["candidate"], config, stack),
+            candidate_logits=_logits_of(engines["candidate"], config, stack) if has_logits else None,
         )
 
 
@@ -171,10 +176,7 @@ def _logits_of(engine: "EngineDir", config: RuntimeConfig, stack: ExitStack) -> 
     target_alone = config.without_drafter()
     executor = open_executor(engine, target_alone)
     stack.callback(executor.close)
-    target_logits = getattr(executor, "target_logits", None)
-    if target_logits is None:
-        found, hint = engine.manifest.backend, "Compare engines built with --backend torch."
-        raise ConfigError.about(str(engine.path), expected="backend torch, for its logits", found=found, hint=hint)
+    target_logits: Any = getattr(executor, "target_logits")  # noqa: B009 - of the executors of backend torch alone
     return lambda token_ids: target_logits(token_ids).float().numpy()
 
 
@@ -199,9 +201,10 @@ def _print(comparison: "Comparison", *, baseline: str, candidate: str) -> None:
 
     table = Table("", "baseline", "candidate", "over", title=f"{candidate} against {baseline}", title_justify="left")
     positions = f"{comparison.num_generated_positions} generated positions"
-    table.add_row("token agreement", "", f"{comparison.token_agreement_fraction:.4f}", positions)
-    table.add_row("KL divergence, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
-    table.add_row("KL divergence, 99th percentile", "", f"{comparison.kl_nats_p99:.3g}", positions)
+    if comparison.kl_nats is not None:
+        table.add_row("token agreement", "", f"{comparison.token_agreement_fraction:.4f}", positions)
+        table.add_row("KL divergence, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
+        table.add_row("KL divergence, 99th percentile", "", f"{comparison.kl_nats_p99:.3g}", positions)
     prompts = f"{comparison.num_prompts} prompts"
     table.add_row("identical texts", "", f"{comparison.identical_texts_fraction:.4f}", prompts)
     perplexities = (comparison.baseline_perplexity, comparison.candidate_perplexity)

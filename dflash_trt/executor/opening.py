@@ -195,8 +195,12 @@ def max_draft_len(engine: EngineDir) -> int:
 
 
 def with_one_draft_length(config: RuntimeConfig, engine: EngineDir) -> RuntimeConfig:
-    """For comparisons of acceptance: K as it is named, else the engine's maximum whatever the number of requests."""
+    """For comparisons of acceptance: K as it is named, else the engine's maximum whatever the number of requests.
+
+    TensorRT-LLM has one K by itself, which a running server has chosen.
+    """
     is_chosen = config.draft_length is not None or config.adaptive_draft_length or not config.use_drafter
+    is_chosen |= engine.manifest.backend == "tensorrt_llm"
     return config if is_chosen else config.replaced(draft_length=max_draft_len(engine))
 
 

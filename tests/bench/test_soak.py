@@ -1,3 +1,4 @@
+import json
 import re
 import time
 from dataclasses import replace
@@ -13,11 +14,14 @@ from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.tensorrt_llm.engine import URL
 from scripts.soak import SoakReport, Traffic, _Sender, _wait_until_idle, soak
 from tests.engine_dir.building import build
 from tests.factories import make_target, make_zlab_drafter
 from tests.fake_executor import FakeExecutor, right_with_probability
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
+from tests.serving.trtllm_server import trtllm_server
+from tests.serving.trtllm_stand_in.tensorrt_llm import Model
 
 TRAFFIC = Traffic(duration_s=2.0, mean_gap_s=0.004, max_prompt_tokens=40, max_new_tokens=24)
 LIMITS = ExecutorLimits(max_batch_size=8, max_seq_len=96, max_num_tokens=64, max_draft_len=4, page_size=4, num_pages=30)
@@ -171,3 +175,31 @@ def test_the_script_keeps_the_memory_small_and_says_what_became_of_every_request
     first, second = result.stdout.splitlines()
     assert re.fullmatch(r"\d+ requests in \d+ s: \d+ length(, \d+ stop)?", first)
     assert "tokens, " in second and second.endswith("leaked pages: 0")
+
+
+def test_an_engine_of_tensorrt_llm_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a running server; its requests have no priorities and its pages are not ours."""
+    target = make_target(tmp_path / "target")
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target)
+    fields = {"max_seq_len": 256, "dtype": "bfloat16", "backend": "tensorrt_llm"}
+    build(tmp_path, tmp_path / "engine", target=str(target), drafter=str(drafter), **fields)
+    with trtllm_server(Model(str(tmp_path / "engine/target"), max_draft_len=3), None) as (url, _):
+        monkeypatch.setenv(URL, url)
+        words = [tmp_path / "engine", "--duration", "1"]
+        result = CliRunner().invoke(scripts.soak.main, [*map(str, words), "--json"])
+        assert result.exit_code == 0, result.output
+        report = SoakReport(**json.loads(result.stdout))
+        assert sum(report.num_by_outcome.values()) == report.num_sent > 10 and "error" not in report.num_by_outcome
+        assert report.num_by_outcome["cancelled"] > 0 and report.num_leaked_pages is None
+        text = CliRunner().invoke(scripts.soak.main, list(map(str, words))).stdout
+        assert "pages and preemptions are TensorRT-LLM's own" in text
+
+
+def test_a_request_that_tensorrt_llm_has_not_ended_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without counts of our scheduler, the engine's own."""
+    read = Generator.statistics.fget
+    monkeypatch.setattr(
+        Generator, "statistics", property(lambda engine: replace(read(engine), scheduler=None, num_requests=0))
+    )
+    with make_generator(make_executor(LIMITS)) as engine, pytest.raises(AssertionError, match="arrived, 0 finished"):
+        soak(engine, VOCAB_SIZE, SHORT)

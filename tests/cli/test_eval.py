@@ -10,12 +10,14 @@ import torch
 
 from dflash_trt.bench.comparison import Acceptance, Comparison
 from dflash_trt.cli.eval import _logits_of
-from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generation_batch import output_without_tokens
+from dflash_trt.serving.tensorrt_llm.engine import URL
 from tests.factories import make_target
+from tests.serving.trtllm_server import trtllm_server
+from tests.serving.trtllm_stand_in.tensorrt_llm import Model
 
 PROMPT_TOKENS = [[5, 6, 7, 8, 9, 10, 11], [100, 90, 80, 70], [33, 44]]
 
@@ -99,10 +101,12 @@ def test_a_text_that_fails_in_the_engine_ends_the_comparison(engine_dir, prompts
         assert f"{number}: the device is gone" in result.stderr
 
 
-def test_an_executor_that_scores_is_closed_also_when_it_has_no_logits(engine_dir, monkeypatch) -> None:
+def test_an_executor_that_scores_is_closed(engine_dir, monkeypatch) -> None:
     opened = []
 
     class Executor:
+        target_logits = staticmethod(lambda token_ids: torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16))
+
         def close(self) -> None:
             opened.remove(self)
 
@@ -112,14 +116,32 @@ def test_an_executor_that_scores_is_closed_also_when_it_has_no_logits(engine_dir
 
     monkeypatch.setattr("dflash_trt.executor.opening.open_executor", open_one)
     engine = EngineDir.open(engine_dir)
-    with pytest.raises(ConfigError, match="expected backend torch, for its logits"), ExitStack() as stack:
-        _logits_of(engine, RuntimeConfig(), stack)
-    assert not opened
-    Executor.target_logits = lambda self, token_ids: torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
     with ExitStack() as stack:
         assert _logits_of(engine, RuntimeConfig(), stack)([5]).dtype == "float32"
         assert len(opened) == 1
     assert not opened
+
+
+def test_an_engine_of_tensorrt_llm_is_compared_by_its_texts_and_acceptance(
+    engine_dir, target, drafter, prompts_file, tmp_path, invoke, monkeypatch
+) -> None:
+    """Through a running server, whose tokens are transformers' in float32."""
+    output = tmp_path / "exported"
+    words = ["build", "--target", target, "--drafter", drafter, "-o", output, "--backend", "tensorrt_llm"]
+    assert invoke(*words, "--max-seq-len", "96", "--max-num-tokens", "96").exit_code == 0
+    with trtllm_server(Model(str(output / "target"), max_draft_len=3), None) as (url, _):
+        monkeypatch.setenv(URL, url)
+        words = [output, "--against", engine_dir, "--input-file", prompts_file]
+        exit_code, report = evaluated(invoke, *words, "--min-acceptance-ratio", "0.1")
+        assert exit_code == 0 and report["identical_texts_fraction"] == 1 and report["baseline_perplexity"] > 1
+        assert report["candidate_acceptance"]["acceptance_length"] > 1
+        unmeasured = ("kl_nats", "kl_nats_p99", "token_agreement_fraction", "candidate_perplexity")
+        assert [report[name] for name in unmeasured] == [None] * 4 and report["num_generated_positions"] == 0
+        assert evaluated(invoke, *words, "--max-kl", "1")[0] == 3  # what could not be measured passes no gate
+        table = invoke("eval", *words, "--max-new-tokens", "8").stdout
+        assert "KL divergence" not in table and "identical texts" in table
+    result = invoke("eval", engine_dir, "--against", output, "--input-file", prompts_file)
+    assert result.exit_code == 2 and "expected backend torch, for its logits, found tensorrt_llm" in result.stderr
 
 
 def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(

@@ -4,7 +4,7 @@ Arguments that `tests/data/tensorrt_llm_1.4.0rc1.json` does not list raise TypeE
 that it lists as refused while TensorRT-LLM drafts. Tokens are transformers' own, greedy, of the checkpoint that the
 arguments name, in float32; they come in iterations of 1, 2, 3, ... up to K + 1 tokens, as if so many drafts were right.
 Penalties, biases, bans, guides and log probabilities are played by transformers' processors and llguidance, as the
-documentation defines them. Sampling is not played: a temperature raises.
+documentation defines them; at a temperature tokens are drawn after transformers' filters.
 
 What it is told goes to the file that STAND_IN_LOG names, a JSON object a line.
 """
@@ -39,7 +39,7 @@ class Model:
         """New tokens, with the last ones "stop" or "length", and log probabilities of the K most likely and of each."""
         import torch
 
-        assert params["temperature"] == 0 and params["ignore_eos"] and not params["detokenize"]
+        assert params["ignore_eos"] and not params["detokenize"]
         assert params["include_stop_str_in_output"] and not params["add_special_tokens"]
         stops, num_left, size = set(params["stop_token_ids"]), params["max_tokens"], 0
         ids, past, rules = torch.tensor([prompt]), None, Rules(self._model, self._directory, prompt, params)
@@ -50,7 +50,7 @@ class Model:
                 out = self._model(ids, past_key_values=past, use_cache=True)
             past, num_left = out.past_key_values, num_left - 1
             raw = out.logits[0, -1].log_softmax(0)
-            new.append(int(rules.applied(out.logits[:, -1])[0].argmax()))
+            new.append(rules.token(out.logits[:, -1]))
             rules.add(new[-1])
             if params.get("logprobs") is not None:
                 most_likely = raw.topk(params["logprobs"])
@@ -74,6 +74,7 @@ class Rules:
         self._num_prompt = len(prompt)
         self._eos_id = model.config.eos_token_id
         self._matcher: Any = None
+        self._seed = params["seed"]
         guide = params.get("guided_decoding")
         if guide is not None or params.get("bad"):
             from tokenizers import Tokenizer
@@ -91,6 +92,21 @@ class Rules:
         self._tokens.append(token)
         if self._matcher is not None and token != self._eos_id:
             assert self._matcher.consume_token(token)
+
+    def token(self, logits: Any) -> int:
+        import torch
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        given, logits = self._params, self.applied(logits)
+        if not given["temperature"]:
+            return int(logits[0].argmax())
+        filters = [TemperatureLogitsWarper(given["temperature"])]
+        filters += [TopKLogitsWarper(given["top_k"])] if given.get("top_k") else []
+        filters += [TopPLogitsWarper(given["top_p"])] if "top_p" in given else []
+        for apply in filters:
+            logits = apply(None, logits)
+        generator = torch.Generator().manual_seed(self._seed + len(self._tokens))
+        return int(torch.multinomial(logits[0].softmax(0), 1, generator=generator))
 
     def applied(self, logits: Any) -> Any:
         import torch
