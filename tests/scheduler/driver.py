@@ -14,6 +14,7 @@ from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.fake_executor import DraftRule, FakeExecutor, FakeRanks, always_right
+from tests.scheduler.counts import Counts
 from tests.scheduler.toy_constraint import constrained_tokens
 
 
@@ -66,11 +67,13 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.now = 0.0
+        self.counts = Counts()
         self._planned: list[tuple[PlannedStep, StepHandle | None]] = []
         self._num_left: dict[str, int] = {}  # tokens that a request may still emit
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
+        self.counts.add(self.scheduler, request.request_id)
         self._num_left[request.request_id] = max_num_emitted(self.executor.limits, request)
         self.scheduler.check_integrity()
 
@@ -144,6 +147,8 @@ class Driver:
     def _commit(self, *, plans_next: bool = False) -> list[TokenEvent]:
         step, handle = self._planned.pop(0)
         self.scheduler.settle(step, None if handle is None else handle.result())
+        if handle is not None:
+            self.counts.run(step.plan)
         self.scheduler.check_integrity()
         if plans_next and self.scheduler.has_work:
             self._submit()
@@ -154,6 +159,7 @@ class Driver:
 
     def _take(self, events: list[TokenEvent]) -> None:
         self.events += events
+        self.counts.events += events
         for event in events:
             assert event.request_id not in self.finish_reasons, "an event came after the end of its request"
             self.tokens.setdefault(event.request_id, []).extend(event.token_ids)

@@ -243,16 +243,7 @@ class ServingMachine(RuleBasedStateMachine):
                 assert (reason == "stop") == (tokens[-1] in request.stop_token_ids or is_complete)
             else:
                 assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
-        counts, verified = self.driver.scheduler.statistics(), [e for e in self.driver.events if e.num_candidates]
-        assert counts.num_draft_tokens == sum(event.num_candidates for event in verified)
-        reached = [0.0] * len(counts.acceptance_by_position)
-        accepted = reached.copy()
-        for event in verified:
-            for position in range(min(event.num_accepted + 1, event.num_candidates)):
-                reached[position] += 1
-                accepted[position] += position < event.num_accepted
-        rates = tuple(a / r if r else None for a, r in zip(accepted, reached, strict=True))
-        assert counts.acceptance_by_position == rates
+        self.driver.counts.check(self.driver.scheduler)
         for scheduler in getattr(self.driver.scheduler, "ranks", [self.driver.scheduler]):
             assert scheduler.num_pages_in_use == 0, "pages leaked"
             assert scheduler.num_window_pages_in_use == 0, "pages of windows leaked"

@@ -109,11 +109,10 @@ class Episode:
                 assert found == expected, request_id
         for event in self.driver.events:
             assert event.num_accepted == event.num_candidates, "the drafter lost its context"
-        counts = self.driver.scheduler.statistics()
-        self.num_loaded, self.num_saved = (
-            self.num_loaded + counts.num_loaded_blocks,
-            self.num_saved + counts.num_saved_blocks,
-        )
+        counts = self.driver.counts
+        counts.num_loaded, counts.num_saved = self.store.num_loaded, self.store.num_saved
+        counts.check(self.driver.scheduler)
+        self.num_loaded, self.num_saved = self.num_loaded + counts.num_loaded, self.num_saved + counts.num_saved
         assert self.driver.scheduler.num_pages_in_use == self.driver.scheduler.num_snapshots_in_use == 0
 
 
@@ -169,6 +168,18 @@ PROMPT = [*range(21)]  # five pages of four, and a token
 )
 def test_a_block_is_for_the_tokens_up_to_its_end_and_for_its_salt(prompt: list[int], salt: str, expected: int) -> None:
     assert hits(*kept(PROMPT), prompt, cache_salt=salt) == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (20, 4), (21, 5)])
+def test_a_prompt_whose_blocks_are_all_cached_needs_no_store(num_tokens: int, num_blocks: int) -> None:
+    """Its last token is computed, also where it ends a page."""
+    store, driver = ToyStore(), Driver(Scheduler(limits := make_limits(num_host_pages=40)), FakeExecutor(limits))
+    store.attach(driver.scheduler, driver.executor)
+    driver.add(make_request("a", PROMPT))
+    driver.run()
+    prompt = PROMPT[:num_tokens]
+    assert store.prefixes.num_known(prompt, salt="") == store.prefixes.num_blocks(prompt) == num_blocks
+    assert len(store.prefixes.keys(prompt, salt="")) == num_blocks
 
 
 def test_keys_of_nodes_are_those_of_prompts() -> None:

@@ -17,6 +17,7 @@ class ToyStore:
     def attach(self, scheduler: Scheduler, executor: FakeExecutor, *, publishes_all: bool = False) -> None:
         """Of what was on its way for another engine nothing comes any more."""
         self.saving, self.loading = [], []
+        self.num_saved = self.num_loaded = 0
         self._scheduler, self._host = scheduler, executor.host
         self.prefixes = scheduler.stored_prefixes(b"toy", publishes_all=publishes_all)
 
@@ -30,6 +31,7 @@ class ToyStore:
         assert self._content(transfer) == content, "a place changed while it was read"
         if is_saved:
             self.blocks[transfer.block.name] = (transfer.block, content)
+            self.num_saved += 1
         self.prefixes.end_saving(transfer, is_saved=is_saved)
 
     def begin_loading(self, request: Request) -> None:
@@ -54,8 +56,13 @@ class ToyStore:
             content = self.blocks[transfer.block.name][1]
             self._host.write(transfer.place, content, is_state=transfer.block.is_state)
         tokens, salt = request.prompt_token_ids, request.cache_salt
-        keys = self.prefixes.keys(tokens, salt=salt)
+        keys, match = self.prefixes.keys(tokens, salt=salt), self._scheduler._request_pool.store.match
+        num_known = len(match(tokens, salt=salt))
         self.prefixes.end_loading(tokens, keys, transfers, salt=salt, has_come=transfers[:num_come].__contains__)
+        num_cached = len(match(tokens, salt=salt))
+        come = [transfer.block for transfer in transfers[:num_come]]
+        self.num_loaded += num_cached - num_known
+        self.num_loaded += sum(block.is_state and block.key in keys[:num_cached] for block in come)
         self._scheduler.take_up(request.request_id)
 
     def _content(self, transfer: Transfer) -> Content:
