@@ -118,6 +118,22 @@ def test_what_waits_for_a_full_rank_runs_on_another() -> None:
     assert driver.tokens["waiting"] == expected_tokens(driver.executor, waiting)
 
 
+def test_what_waits_moves_to_the_rank_where_it_costs_least() -> None:
+    """Ranks 1 and 2 have room; rank 2 has its prompt in its cache."""
+    driver = make_ranks(3, limits=make_limits(max_batch_size=1, num_pages=60, max_num_tokens=60))
+    prompt = list(range(24))
+    for name, tokens in (("a", [1]), ("b", [2]), ("c", prompt)):
+        driver.add(make_request(name, tokens, max_new_tokens=2))
+    driver.run()
+    ranks = ranks_of(driver)
+    ranks[0].add(make_request("long", [1], max_new_tokens=40))
+    ranks[0].add(make_request("waiting", prompt, max_new_tokens=40))
+    for _ in range(2):  # a first step for the long one, before which the other need not move
+        step = driver.scheduler.plan()
+        driver.scheduler.commit(step, driver.executor.submit(step.plan).result())
+    assert [sorted(rank.request_ids()) for rank in ranks] == [["long"], [], ["waiting"]]
+
+
 def test_pages_decide_too_where_a_request_may_run() -> None:
     """It does not fit beside a long context, though there is a place."""
     limits = make_limits(num_pages=16, page_size=4)

@@ -1,13 +1,18 @@
 """Drafts from a request's own text: the index against Python's search in strings, and the rows that verify them."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import CHAINED
+from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.ngram_index import MIN_MATCH, NgramIndex
-from tests.fake_executor import always_wrong
+from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import FakeExecutor, always_wrong
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
+from tests.scheduler.test_scheduler_laws import AnyK
 from tests.scheduler.toy_constraint import ToyConstraint
 
 MAX_MATCH = 32
@@ -122,3 +127,33 @@ def test_steady_steps_repeat_until_a_text_matches() -> None:
     driver.add(make_request("a", [0] * 9, max_new_tokens=80))
     driver.run()
     assert all(event.ngram_draft_token_ids for event in driver.events[1:-1])
+
+
+def test_a_budget_is_asked_of_the_drafters_drafts_alone() -> None:
+    """The confidence in the slot of a row with drafts from its text is of other drafts."""
+    asked: list[tuple[list[int], list[bool]]] = []
+
+    class Watching(AnyK):
+        has_budget = True
+
+        def limit(self, slots: Array, epochs: Array, num_candidates: Array, confidence: Array) -> Array:
+            asked.append((slots.tolist(), np.isnan(confidence).all(1).tolist()))
+            return np.zeros_like(num_candidates)
+
+    policy = Watching()
+    policy.num_draft_tokens = 5
+    driver = Driver(Scheduler(LIMITS, SchedulerConfig(ngram=True), policy), FakeExecutor(LIMITS))
+    driver.add(make_request("repeats", [1, 2, 3, 4, 5, 6, 7] * 2, max_new_tokens=40))
+    driver.add(make_request("does not", [9, 8, 7], max_new_tokens=40))
+    driver.step()
+    pool = driver.scheduler._request_pool
+    sequence = pool.find("repeats")
+    assert sequence is not None and sequence.slot is not None
+    pool.table.draft_confidence[:] = 0.5
+    pool.table.token_ids[sequence.slot, pool.table.num_tokens[sequence.slot] - 1] = 1  # as if the target copied
+    sequence.ngram_index = NgramIndex()
+    rows = driver.scheduler.plan().plan.rows
+    ((slots, are_unknown),) = asked
+    assert dict(zip(slots, are_unknown, strict=True)) == {slot: slot == sequence.slot for slot in slots}
+    assert dict(zip(rows.slot_ids.tolist(), rows.num_candidates.tolist(), strict=True))[sequence.slot] == 5
+    assert sorted(rows.num_candidates.tolist()) == [0, 5], "the policy leaves out what the drafter made"

@@ -239,3 +239,15 @@ def test_a_request_paused_too_long_ends_with_timeout() -> None:
     driver.step()
     assert driver.finish_reasons == {"r": "timeout"}
     assert "found 10.000 s without one" in str(driver.events[-1].error)
+
+
+def test_a_stale_step_counts_only_drafts_that_could_still_be_emitted() -> None:
+    """Two steps run when the request is preempted: the second one verifies more than the first leaves to emit."""
+    driver = make_driver()
+    request = make_request("r", max_new_tokens=10)
+    driver.add(request)
+    driver.step_ahead()  # the prompt's token, and a step of 6 tokens runs
+    driver.leave_in_flight(lambda ids: [driver.scheduler.preempt(name) for name in ids])
+    driver.run(ahead=True)
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+    assert [(event.num_candidates, event.num_accepted) for event in driver.events] == [(0, 0), (5, 5), (2, 2)]

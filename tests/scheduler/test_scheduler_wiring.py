@@ -7,8 +7,11 @@ import pytest
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.scheduler.config import SchedulerConfig
-from tests.fake_executor import always_wrong, right_with_probability
+from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.scheduler import Scheduler
+from tests.fake_executor import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
+from tests.scheduler.test_scheduler_laws import AnyK
 
 
 def request_ids(driver: Driver) -> list[list[str]]:
@@ -332,3 +335,40 @@ def test_a_request_sent_back_while_its_step_runs_waits_for_the_end_of_that_step(
     driver.scheduler.commit(behind, None)
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_the_rate_of_prompts_is_a_mean_in_tokens_of_steps_that_compute_prompts() -> None:
+    driver = make_driver(make_limits(max_num_tokens=60, num_pages=60), draft_rule=always_wrong)
+
+    def step(elapsed_s: float | None) -> float | None:
+        planned = driver.scheduler.plan()
+        driver.scheduler.commit(planned, driver.executor.submit(planned.plan).result(), elapsed_s=elapsed_s)
+        return driver.scheduler.prompt_rate
+
+    driver.add(make_request("a", range(40), max_new_tokens=20))
+    assert step(0.5) == 80.0
+    assert step(0.001) == 80.0, "a verify block is no prompt"
+    driver.add(make_request("b", range(100, 154), max_new_tokens=2))
+    assert step(1.5) == (80.0 + 60 / 1.5) / 2, "54 tokens, and 6 of the first one"
+    driver.add(make_request("c", range(200, 254), max_new_tokens=2))
+    assert step(None) == 60.0, "a step without a time"
+
+
+def test_a_policy_learns_no_time_of_a_step_that_copies_pages() -> None:
+    seen: list[tuple[float | None, int]] = []
+
+    class Watching(AnyK):
+        def observe(self, step: StepObservation) -> None:
+            seen.append((step.elapsed_s, step.num_prefill_tokens))
+
+    limits = make_limits(num_pages=8, num_host_pages=20)
+    driver = Driver(Scheduler(limits, policy=Watching()), FakeExecutor(limits))
+    has_copies = []
+    for name, prompt in (("a", range(20)), ("b", range(30, 50)), ("again", range(20))):
+        driver.add(make_request(name, prompt, max_new_tokens=2))
+        while driver.scheduler.has_work:
+            planned = driver.scheduler.plan()
+            has_copies.append(len(planned.plan.page_copies) > 0)
+            driver.scheduler.commit(planned, driver.executor.submit(planned.plan).result(), elapsed_s=2.5)
+    assert {*has_copies} == {False, True}
+    assert [elapsed_s for elapsed_s, _ in seen] == [None if copies else 2.5 for copies in has_copies]
