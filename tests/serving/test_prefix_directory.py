@@ -109,6 +109,10 @@ def test_without_a_size_half_of_what_is_free_is_used(tmp_path: Path) -> None:
     store.write(block(0), parts_of(0))
     store.write(block(1), parts_of(1))
     assert store.num_bytes == 320 and not store.find(block(0).key)
+    with patch("shutil.disk_usage") as usage:
+        usage.return_value.free = 320  # and 320 bytes are its own
+        store = PrefixDirectory(tmp_path, name="engine")
+    assert store.write(block(2), parts_of(2)) and store.num_bytes == 320
 
 
 def test_a_full_disk_and_a_file_that_is_gone_are_misses(store: PrefixDirectory, tmp_path: Path) -> None:

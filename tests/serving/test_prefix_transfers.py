@@ -30,7 +30,9 @@ class GatedDirectory(PrefixDirectory):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, name="pair", max_bytes=1 << 26)
-        self.gate = threading.Event()
+        self.gate, self.write_gate = threading.Event(), threading.Event()
+        self.write_gate.set()
+        self.writing: list[Block] = []
         self._read: list[Block] = []
         self.fails = False
 
@@ -44,6 +46,11 @@ class GatedDirectory(PrefixDirectory):
         if self.fails:
             raise RuntimeError("a bug of the store")
         return super().read(block, parts)
+
+    def write(self, block: Block, parts: Sequence[bytes]) -> bool:
+        self.writing.append(block)
+        assert self.write_gate.wait(WAIT_S)
+        return super().write(block, parts)
 
 
 class Engine:
@@ -169,6 +176,10 @@ def test_a_lost_device_takes_its_places_along(root: Path, store: GatedDirectory)
     local.keep_prefixes(engine.scheduler, store, root=b"pair", place_bytes=engine.executor.place_bytes)
     engine.loop = local
     local.start()
+    store.write_gate.clear()
+    for name in "ab":  # the second one begins with what the first has computed, which is saved therefore
+        assert hits(engine.submit(name, TALKS[3])) == (0 if name == "a" else 28)
+    until(lambda: bool(store.writing))
     waiting = engine.submit("waiting", TALKS[0])
     until(lambda: store.reading > 0)
     with (
@@ -178,6 +189,7 @@ def test_a_lost_device_takes_its_places_along(root: Path, store: GatedDirectory)
         lost = engine.submit("lost", TALKS[2]).result(timeout_s=WAIT_S)
     assert lost.error is not None and "an illegal access" in lost.error
     store.gate.set()
+    store.write_gate.set()
     assert hits(waiting) == 0
     with patch.object(PrefixTransfers, "_is_faster", return_value=True):
         assert hits(engine.submit("next", TALKS[1])) == 28, "into the new places"
