@@ -8,6 +8,7 @@ import pytest
 
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION
 from dflash_trt.plan.rank_memory import CONTEXT_BYTES
+from scripts.published_shapes import write_shape
 from tests.cli.conftest import Invoke
 from tests.hub_server import Hub, point_at, serving
 from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
@@ -265,3 +266,12 @@ def test_a_plan_for_tensorrt_counts_its_constants(pair, invoke) -> None:
     free = plan(invoke, *words)["gpu"]["memory_bytes"] - sum(memory[1].values()) + memory[1]["kv_bytes"]
     free += memory[1]["left_bytes"]  # its contexts have their activations before the pages are planned
     assert memory[1]["kv_bytes"] == int(free * 0.9) // (32 * 167936) * 32 * 167936
+
+
+def test_ranks_with_requests_of_their_own_divide_those_of_a_step(tmp_path: Path, invoke) -> None:
+    target = write_shape(tmp_path, "openai/gpt-oss-120b")
+    ranks = ("--gpu", "h200", "--tp-size", 4, "--ep-size", 4, "--attention-dp", "--max-batch-size", 16)
+    report = plan(invoke, target, *ranks, "--concurrency", "1,8,62", "--context", 1024)
+    assert [step["num_requests"] for step in report["steps"]] == [4, 8, 64], "as many on every rank"
+    alone = plan(invoke, target, "--gpu", "h200", "--concurrency", "2", "--context", 1024)["steps"][0]
+    assert report["steps"][1]["kv_bytes"] == alone["kv_bytes"], "two requests of the eight"

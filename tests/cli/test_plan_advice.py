@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.checkpoint.pair import read_pair
+from dflash_trt.cli.build import merged_config
 from dflash_trt.cli.main import cli
+from dflash_trt.cli.plan_advice import BuildCommand
 from dflash_trt.core.draft_lengths import draft_lengths
+from dflash_trt.plan.planning import plan_engine
+from dflash_trt.simulation.advice import Choice
+from scripts.published_shapes import write_shape
 from tests.cli.conftest import Invoke
+from tests.plan.test_attention_dp_plan import advice
 from tests.plan.test_machine_file import MACHINE
 from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
 
@@ -80,7 +87,25 @@ def test_prefill_workers_that_pay_are_named_and_served(pair, invoke) -> None:
     words = shlex.split(report["commands"][1])
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert options["--prefill-workers"] == str(number) and options["--host-cache-bytes"].endswith("GiB")
+    bytes_per_prompt = 8000 * 147456 // 2  # of each of two ranks
+    host_bytes = options["--host-cache-bytes"].removesuffix("GiB")
+    assert int(host_bytes) == round(first["num_requests"] * bytes_per_prompt / 2**30) > 1, "of all that run at once"
     assert any("K/V go from prefill workers through files" in text for text in report["assumptions"])
+
+
+def test_the_command_of_every_layout_builds_it(tmp_path: Path) -> None:
+    found = advice(tmp_path, "openai/gpt-oss-120b")
+    pair = read_pair(write_shape(tmp_path / "again", "openai/gpt-oss-120b"), None)
+    given = {"target": ("--target", "t"), "max_seq_len": ("--max-seq-len", "2048")}
+    for layout in found:
+        words = shlex.split(BuildCommand(None, given).of(Choice(layout=layout, speed=layout.best_k(1))))
+        flags = dict(cli.commands["build"].make_context("build", words[2:]).params)
+        for name in ("config_file", "output", "checked_layers", "overwrite", "as_json"):
+            del flags[name]
+        made = plan_engine(merged_config(None, flags)[0], pair, layout.made.gpu)
+        assert made.pretrained_config == layout.made.pretrained_config, layout.name
+        assert made.build_config == layout.made.build_config, layout.name
+    assert {"dp4ep4x1", "tp4ep4x1", "tp1x4"} <= {layout.name for layout in found}
 
 
 def test_a_throughput_is_reached_with_the_most_for_each_user(pair, invoke) -> None:

@@ -38,6 +38,7 @@ def test_rows_are_in_order_and_blank_lines_are_counted_and_skipped(tmp_path: Pat
 def test_a_measurement_alternates_categories_and_a_run_keeps_the_order(tmp_path: Path) -> None:
     source = PromptSource(path=written(tmp_path, *ROWS), num_prompts=3)
     assert texts(source.jobs()) == ["a0", "b0", "a1"]
+    assert texts(replace(source, num_prompts=2).jobs()) == ["a0", "b0"], "of all rows, not of the first two"
     assert texts(source.rows(DEFAULTS)) == ["a0", "a1", "b0"]
     of_b = PromptSource(path=source.path, categories=("b",))
     assert texts(of_b.jobs()) == texts(of_b.rows(DEFAULTS)) == ["b0", "b1"]
@@ -52,6 +53,13 @@ def test_wrong_rows_stay_in_a_run_and_stop_a_measurement(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="2: input row"):
         source.jobs()
     assert texts(replace(source, num_prompts=1).jobs()) == ["a0"], "a wrong row that is not wanted does not matter"
+
+
+def test_a_row_without_a_value_in_a_named_column_has_no_such_field(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "b"}]
+    path = written(tmp_path, {"question": "a", "talk": None}, {"talk": chat, "other": 1})
+    source = PromptSource(path=path, columns={"prompt": "question", "messages": "talk"})
+    assert [row.prompt for row in source.jobs()] == [{"prompt": "a"}, {"messages": chat}]
 
 
 def test_only_what_sends_turn_by_turn_takes_several_turns(tmp_path: Path) -> None:

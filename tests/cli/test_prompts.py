@@ -113,6 +113,15 @@ def test_turns_are_messages_of_a_user_and_a_system_message_goes_before_the_first
     assert (text.prompt, text.later_turns) == ({"messages": [system, one]}, ())
 
 
+def test_messages_that_have_their_answers_are_one_turn() -> None:
+    talk = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    defaults = Defaults(sampling=SamplingParams())
+    job = row_of(1, {"question_id": 7, "messages": talk}, defaults)
+    assert isinstance(job, Job) and (job.row_id, job.prompt, job.later_turns) == (7, {"messages": talk}, ())
+    unanswered = row_of(1, {"question_id": 7, "messages": [talk[0], talk[2]]}, defaults)
+    assert isinstance(unanswered, Job) and unanswered.later_turns == ([talk[2]],)
+
+
 def test_all_problems_of_a_row_are_named() -> None:
     (row,) = _rows({"temperature": 2, "tempo": 1})
     assert isinstance(row, Refusal)
