@@ -118,6 +118,18 @@ def test_a_reader_gone_for_too_long_ends_its_request() -> None:
     loop.check_integrity()
 
 
+def test_an_idle_loop_looks_after_readers_that_are_gone(loops: list[EngineLoop]) -> None:
+    clock = Clock()
+    loop = make_loop(clock=clock, max_paused_s=5.0)
+    loops.append(loop)
+    stream = loop.submit(make_request("r", max_new_tokens=50), max_pending_tokens=2)
+    loop.start()
+    until(lambda: loop.statistics().scheduler.num_paused_now == 1)
+    clock.now += 5.0
+    until(lambda: stream.is_done)
+    assert stream.result(WAIT_S).finish_reason == "timeout"
+
+
 def test_waiting_too_long_in_the_queue_is_told() -> None:
     clock = Clock()
     loop = make_loop(make_executor(make_limits(max_batch_size=1)), clock=clock)

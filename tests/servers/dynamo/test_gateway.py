@@ -15,6 +15,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from dflash_trt.servers.dynamo import gateway
+from dflash_trt.servers.dynamo.api_fields import read_api_request
 from dflash_trt.servers.dynamo.connections import BACKLOG, max_connections
 from dflash_trt.servers.dynamo.event_streams import events
 from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
@@ -530,3 +531,15 @@ def test_places_of_all_samples_are_free_again_however_a_request_ends(num_samples
                 return statuses
 
     assert asyncio.run(run()) == [500] * 4 + [503, 500]
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked", "is_wanted"),
+    [({}, 0, False), ({"logprobs": 3}, 3, False), ({"logprobs": 3, "prompt_logprobs": 1}, 1, True)],
+)
+def test_an_echo_asks_for_as_many_likely_tokens_of_the_prompt_as_of_the_answer(
+    fields: dict[str, Any], asked: int, is_wanted: bool
+) -> None:
+    read = read_api_request("completions", {"prompt": "x", "echo": True} | fields, has_tool_call_parser=False)
+    assert [body["prompt_logprobs"] for body in read.bodies] == [asked] and "echo" not in read.bodies[0]
+    assert (read.is_echo, read.wants_prompt_logprobs) == (True, is_wanted)

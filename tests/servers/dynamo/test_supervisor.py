@@ -66,6 +66,8 @@ def test_each_worker_has_its_port_its_gpus_and_its_share_of_the_cores(make: Any,
         assert worker.log_file == Path("log")
     assert len({worker.id_file for worker in workers}) == 3
     assert make(num_replicas=9)._worker(0).environment["OMP_NUM_THREADS"] == "1"
+    beside = make(num_replicas=1, baseline="w-no-drafter")
+    assert [beside._worker(index).environment["OMP_NUM_THREADS"] for index in range(2)] == ["4", "4"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     own = make()._worker(0).environment
     assert own["OMP_NUM_THREADS"] == "5" and "CUDA_VISIBLE_DEVICES" not in own
