@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from dflash_trt.bench import speedup
 from dflash_trt.bench.acceptance import Acceptance
+from dflash_trt.bench.acceptance_figure import canvas_of
 from dflash_trt.bench.conversation import Conversation
 from dflash_trt.bench.intervals import Interval
 from dflash_trt.bench.speedup import Run, SideReport
@@ -414,3 +415,33 @@ def test_two_engines_of_one_name_are_refused(measured: Callable[..., Result]) ->
     for engines in (("a=dflash", "a=eagle3"), ("autoregressive=dflash",)):
         result = measured(engines=engines)
         assert result.exit_code == 2 and "engines: expected distinct names" in result.stderr
+
+
+def test_a_figure_has_a_row_for_each_temperature_and_groups_of_the_first() -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
+    hot = replace(
+        DRAFTED,
+        temperature=1.0,
+        acceptance=accepted(2.0),
+        acceptance_by_category={"math": accepted(1.25), "code": accepted(1.5)},
+        acceptance_by_context_len={},
+    )
+    canvas = canvas_of([PLAIN, DRAFTED, OTHER, replace(PLAIN, temperature=1.0), hot], ())
+    curves, mine, other = canvas.axes
+    rows = [tick.get_text() for tick in mine.get_yticklabels()]
+    assert rows == ["T = 0", "T = 1", "math", "prose", "context 64-127"]
+    lengths = [text.get_text() for text in mine.texts if not text.get_text().endswith("%")]
+    assert lengths == ["3.25", "2.00", "3.50", "3.00", "3.25"], "of each row, of greedy texts where it is a group"
+    assert [text.get_text() for text in other.texts if not text.get_text().endswith("%")] == [
+        "2.60",
+        "3.50",
+        "3.00",
+        "3.25",
+    ]
+    assert [axes.get_title() for axes in (mine, other)] == ["mine", "other"]
+    labels = [text.get_text() for text in curves.get_legend().get_texts()]
+    assert labels == [
+        "mine, T = 0: acceptance length 3.25",
+        "other, T = 0: acceptance length 2.60",
+        "mine, T = 1: acceptance length 2.00",
+    ]

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from dflash_trt.checkpoint.pair import open_pair
 from tests.checkpoint.compressed_target import compress
 from tests.checkpoint.refusals import edit_tensors
+from tests.checkpoint.test_compressed_tensors import KV_SCHEME
 from tests.engines import make_executor
-from tests.factories import Tensors, edit_json
+from tests.factories import Tensors, edit_json, read_json
 from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma
 
 TOKENS = [(5 * i + 2) % 12 for i in range(20)]
@@ -112,3 +113,15 @@ def test_it_computes_what_transformers_does_with_the_dequantized_weights(
     found = make_executor(tmp_path / "quantized").target_logits(TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert (found - exact).abs().max() > 1e-3, "the negative control: it is quantized"
+
+
+def test_layers_that_share_k_and_v_have_the_scales_of_their_owners_and_none_in_the_file(tmp_path: Path) -> None:
+    """Layers 2 and 3 read the pages of layers 0 and 1; an export has scales of these alone."""
+    target = make_gemma(tmp_path / "target", family="gemma4_text", **TARGETS["with per-layer embeddings"])
+    LAYOUTS["FP8_DYNAMIC"](exploded(target, tmp_path / "exploded"), tmp_path / "quantized")
+    section = read_json(tmp_path / "quantized" / "config.json")["quantization_config"]
+    edit_json(tmp_path / "quantized" / "config.json", quantization_config=section | {"kv_cache_scheme": KV_SCHEME})
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.5 + i]) for i in range(2) for x in "kv"}
+    edit_tensors(tmp_path / "quantized", lambda tensors: tensors.update(scales))
+    found = open_pair(tmp_path / "quantized", None).quantization.target_kv
+    assert found is not None and [scale.k for scale in found] == [scale.v for scale in found] == [0.5, 1.5, 0.5, 1.5]

@@ -76,7 +76,7 @@ def test_a_rank_computes_its_rows_and_its_experts_for_the_rows_of_all() -> None:
 
 def test_ranks_exchange_the_rows_of_experts_alone() -> None:
     mapping = Mapping(world_size=4, dp_size=4, ep_size=2)
-    found = work(ATTENTION, ATTENTION, feed_forward=MOE, mapping=mapping).of(rows((3, 9), (2, 5)))
+    found = work(*[ATTENTION] * 3, feed_forward=MOE, mapping=mapping, num_dense=1).of(rows((3, 9), (2, 5)))
     received = 2 * 20 * H * 4 * 3 / 4  # layers, rows, float32, of three of four ranks
     assert [(item.kind, item.count, item.rows, item.features, item.num_bytes) for item in found.exchanges] == [
         ("all_gather", 2, 20, H, received),

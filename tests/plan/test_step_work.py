@@ -31,10 +31,16 @@ MOE = Moe(num_experts=8, num_experts_per_token=2, intermediate_size=32, routing=
 
 
 def work(
-    *mixers: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe | None = None, mapping: Mapping | None = None
+    *mixers: Gqa | Mla | GatedDelta,
+    feed_forward: Dense | Moe | None = None,
+    mapping: Mapping | None = None,
+    num_dense: int = 0,
 ) -> EngineWork:
+    """The first `num_dense` layers are dense ones, whatever the others are."""
+    dense = Dense(intermediate_size=FFN)
     layers = tuple(
-        LayerSpec(mixer=mixer, feed_forward=feed_forward or Dense(intermediate_size=FFN)) for mixer in mixers
+        LayerSpec(mixer=mixer, feed_forward=dense if i < num_dense else feed_forward or dense)
+        for i, mixer in enumerate(mixers)
     )
     target = TargetSpec(
         family="qwen3",
