@@ -24,10 +24,11 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import GPUS, Gpu
 from dflash_trt.plan.kernel_fits import KernelFit, KernelTime
 from dflash_trt.plan.kernel_tables import KernelTables
-from dflash_trt.plan.step_work import Exchange, Experts, Product, chosen_fraction
+from dflash_trt.plan.step_work import Experts, Product, chosen_fraction
 
 _FEATURES = (1024, 2048, 4096, 6144, 12288, 24576)
 _ROWS = (1, 8, 16, 64, 128, 512, 2048, 8192)

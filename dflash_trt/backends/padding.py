@@ -84,8 +84,8 @@ def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     Ranks with requests of their own have one bucket of verify blocks. Other steps are not padded for them: experts
     would compute the padding of all ranks.
     """
-    joint, num_drafts = plan.joint or JointRows.of([plan.rows]), plan.rows.num_draft_tokens
-    bucket, num_tokens = bucket_of(joint.num_requests, limits), plan.rows.total_tokens
+    joint, num_drafts = plan.joint or JointRows.of([plan]), plan.rows.num_draft_tokens
+    bucket, num_tokens = bucket_of(max(joint.num_requests), limits), plan.rows.total_tokens
     if joint.is_decode:
         return decode_shape(bucket, num_drafts)
     padded = _mixed_shape(bucket, num_tokens, num_drafts, limits) if len(joint.num_tokens) == 1 else None
@@ -95,6 +95,17 @@ def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
         num_draft_tokens=num_drafts,
         is_decode=False,
         has_graph=False,
+    )
+
+
+def joint_rows(shape: StepShape, num_ranks: int) -> JointRows:
+    """Of ranks whose steps are alike; each may read the logits of a prompt's token."""
+    return JointRows(
+        num_tokens=(shape.num_tokens,) * num_ranks,
+        num_requests=(shape.num_requests,) * num_ranks,
+        num_prompt_rows=(1,) * num_ranks,
+        num_draft_tokens=shape.num_draft_tokens,
+        is_decode=shape.is_decode,
     )
 
 

@@ -10,7 +10,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.weight_spec import WeightSpec, segment_specs, segments_of
+from dflash_trt.core.weight_spec import Division, WeightSpec, place_of, segment_specs, segments_of
 
 
 def shard(
@@ -21,8 +21,9 @@ def shard(
     """This rank's shard of a canonical tensor; each fused segment is sharded on its own."""
     if spec.sharding != "rows":
         return tensor[rank_index(spec, mapping)]
-    parts = zip(torch.split(tensor, list(segments_of(spec)), dim=spec.row_axis), segment_specs(spec), strict=True)
-    return torch.cat([part[rank_index(part_spec, mapping)] for part, part_spec in parts], dim=spec.row_axis)
+    segments = zip(torch.split(tensor, list(segments_of(spec)), dim=spec.row_axis), segment_specs(spec), strict=True)
+    parts = [part[rank_index(part_spec, mapping)] for part, part_spec in segments]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.row_axis)
 
 
 def shard_expert(tensor: torch.Tensor, spec: WeightSpec, mapping: Mapping) -> torch.Tensor:
@@ -46,9 +47,7 @@ def rank_index(
     mapping: Mapping,
 ) -> tuple[slice, ...]:
     """Index of this rank's shard in the whole tensor."""
-    rank, num_ranks, experts = mapping.tp_rank, mapping.tp_size, tuple[slice, ...]()
-    if spec.is_beside_experts:
-        rank, num_ranks = mapping.expert_rank, mapping.num_expert_ranks
+    (rank, num_ranks), experts = place_of(spec, mapping), tuple[slice, ...]()
     if spec.num_experts:
         mine = rank_experts(spec.num_experts, mapping)
         rank, num_ranks, experts = mapping.moe_tp_rank, mapping.moe_tp_size, (slice(mine.start, mine.stop),)
@@ -69,7 +68,7 @@ def _share(length: int, unit: int, rank: int, num_ranks: int) -> slice:
 
 def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mapping) -> list[str]:
     """Reasons why this pair cannot be sharded this way."""
-    problems = []
+    problems = list[str]()
     if mapping.pp_size != 1:
         hint = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint))
@@ -82,15 +81,13 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
         hint = "Serve replicas of an engine of one rank instead: `dflash-trt serve ENGINE --gpus ...`."
         expected = "a target with experts, which all ranks share"
         problems.append(problem("attention_dp", expected=expected, found="one without", hint=hint))
-    if mapping.dp_size != 1 and draft is not None and draft.moes:
-        hint = "Leave attention_dp out, or build with another drafter."
-        expected = "a drafter without experts, whose rows ranks would have to exchange in every pass"
-        problems.append(problem("attention_dp", expected=expected, found="one with experts", hint=hint))
-    for name, length, may_copy in _lengths(target, draft):
-        if length % mapping.tp_size and not (may_copy and mapping.tp_size % length == 0):
+    num_of = {"group": mapping.tp_size, "all": mapping.num_expert_ranks, "groups": mapping.dp_size}
+    for name, length, may_copy, divided_by in _lengths(target, draft):
+        num_ranks = num_of[divided_by]
+        if length % num_ranks and not (may_copy and num_ranks % length == 0):
             expected = f"a divisor {'or a multiple ' if may_copy else ''}of {name} {length}"
             hint = "Choose another tp_size: padding is not implemented."
-            problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), hint=hint))
+            problems.append(problem("mapping tp_size", expected=expected, found=str(num_ranks), hint=hint))
     problems += _expert_problems((*target.moes, *(draft.moes if draft else ())), mapping)
     return problems
 
@@ -100,9 +97,6 @@ def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:
         if moe.num_experts % mapping.ep_size:
             expected, found = f"a divisor of num_experts {moe.num_experts}", str(mapping.ep_size)
             yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")
-        if mapping.dp_size > 1 and not moe.has_own_norms and (moe.shared_size or 0) % mapping.num_expert_ranks:
-            expected, found = f"a divisor of shared_size {moe.shared_size}", str(mapping.num_expert_ranks)
-            yield problem("mapping dp_size", expected=expected, found=found, hint="Choose another tp_size.")
         if moe.intermediate_size % mapping.moe_tp_size:
             expected = f"tp_size / ep_size to divide an expert's intermediate_size {moe.intermediate_size}"
             found = f"{mapping.num_expert_ranks} / {mapping.ep_size}"
@@ -110,14 +104,19 @@ def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:
             yield problem("mapping", expected=expected, found=found, hint=hint)
 
 
-def _lengths(target: TargetSpec, draft: DraftSpec | None) -> Iterator[tuple[str, int, bool]]:
-    """Distinct sizes that tensor parallelism divides; True if ranks can hold copies."""
+def _lengths(target: TargetSpec, draft: DraftSpec | None) -> Iterator[tuple[str, int, bool, Division]]:
+    """Distinct sizes that ranks divide; True if ranks can hold copies. See `WeightSpec.divided_by`."""
     decoders: list[tuple[str, DecoderSpec]] = [("target", target)] + ([("drafter", draft)] if draft else [])
     for owner, spec in decoders:
-        for name, size in dict.fromkeys(item for layer in spec.layers for item in layer.sharded_sizes.items()):
-            yield f"{owner} {name}", size, False
-        for name, size in dict.fromkeys(item for layer in spec.layers for item in layer.replicated_sizes.items()):
-            yield f"{owner} {name}", size, True
-    yield "target vocab_size", target.vocab_size, False
+        for name, size in dict.fromkeys(item for layer in spec.layers for item in layer.mixer.sharded_sizes.items()):
+            yield f"{owner} {name}", size, False, "group"
+        feed_forwards = [layer.feed_forward for layer in spec.layers]
+        for name, size in dict.fromkeys(item for fed in feed_forwards for item in fed.sharded_sizes.items()):
+            yield f"{owner} {name}", size, False, "all"
+        for name, size in dict.fromkeys(item for layer in spec.layers for item in layer.mixer.replicated_sizes.items()):
+            yield f"{owner} {name}", size, True, "group"
+    yield "target vocab_size", target.vocab_size, False, "all"
+    if target.per_layer_embedding is not None:
+        yield "target per-layer vocab_size", target.per_layer_embedding.vocab_size, False, "groups"
     if draft is not None and draft.draft_vocab_size is not None:
-        yield "drafter draft_vocab_size", draft.draft_vocab_size, False
+        yield "drafter draft_vocab_size", draft.draft_vocab_size, False, "all"

@@ -110,7 +110,7 @@ class _BuildCommand(click.Command):
     "--attention-dp",
     is_flag=True,
     default=None,
-    help="Each rank has requests of its own, and all ranks share the experts alone.",
+    help="Each rank has requests and attention of its own; all ranks share the other weights.",
 )
 @click.option(
     "--quantization",

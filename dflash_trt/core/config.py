@@ -44,7 +44,7 @@ class BuildConfig(Frozen):
     page_size: int = Field(default=32, ge=1, le=MAX_INT32)
     tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
     ep_size: int = Field(default=1, ge=1, le=1024)  # groups of ranks that have a part of the experts each
-    attention_dp: bool = False  # each rank has requests of its own, and all weights but those of experts
+    attention_dp: bool = False  # each rank has requests of its own, and all weights of attention
     quantization: QuantizationConfig | None = None
     plugin_library: str | None = None  # backend tensorrt, which needs it
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins

@@ -12,9 +12,10 @@ NumRanks = Annotated[int, Field(ge=1, le=1024)]
 class Mapping(Frozen):
     """world_size = tp_size * pp_size * dp_size; ranks of one tensor-parallel group are adjacent.
 
-    Each of `dp_size` groups of ranks has requests of its own, and all weights but those of experts: TensorRT-LLM's
-    attention data parallelism. Experts are divided among all ranks: each of `ep_size` groups of adjacent ranks has a
-    part of them, whose rows and columns its `moe_tp_size` ranks divide. Everything else is divided by `tp_size`.
+    Each of `dp_size` groups of ranks has requests of its own, and attention that its `tp_size` ranks divide:
+    TensorRT-LLM's attention data parallelism. All ranks divide MLPs and heads, and groups divide embeddings. Experts
+    are divided among all ranks: each of `ep_size` groups of adjacent ranks has a part of them, whose rows and columns
+    its `moe_tp_size` ranks divide.
     """
 
     world_size: NumRanks = 1
@@ -49,8 +50,13 @@ class Mapping(Frozen):
 
     @property
     def num_expert_ranks(self) -> int:
-        """Ranks that divide a layer's experts."""
+        """Ranks that divide a layer's experts, MLPs and heads: all of a stage."""
         return self.tp_size * self.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of its group."""
+        return self.expert_rank // self.tp_size
 
     @property
     def expert_rank(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.logprobs import PromptRows, PromptScores, TopRows, TopTokens
+from dflash_trt.core.logprobs import LOGPROBS_ROWS, PromptRows, PromptScores, TopRows, TopTokens
 
 if TYPE_CHECKING:
     from dflash_trt.core.logit_rules import SlotUpdate
@@ -248,17 +248,34 @@ class JointRows:
     """Size of a step of ranks that have requests of their own; all have the same K."""
 
     num_tokens: tuple[int, ...]  # of each rank
-    num_requests: int  # of the rank that has most; 0 in a step of copies alone
+    num_requests: tuple[int, ...]  # of each rank; all 0 in a step of copies alone
+    num_prompt_rows: tuple[int, ...]  # of each rank: prompt tokens whose logits are read
+    num_draft_tokens: int
     is_decode: bool  # verify blocks alone
 
     @classmethod
-    def of(cls, rows: Sequence[StepRows]) -> JointRows:
-        """`rows` of all ranks."""
+    def of(cls, plans: Sequence[StepPlan]) -> JointRows:
+        """The plans of all ranks."""
+        rows = [plan.rows for plan in plans]
+        prompts = [plan.prompt_rows for plan in plans]
         return cls(
             num_tokens=tuple(each.total_tokens for each in rows),
-            num_requests=max(each.num_requests for each in rows),
+            num_requests=tuple(each.num_requests for each in rows),
+            num_prompt_rows=tuple(0 if of_rank is None else len(of_rank.token_rows) for of_rank in prompts),
+            num_draft_tokens=max(each.num_draft_tokens for each in rows),
             is_decode=all(each.is_decode for each in rows),
         )
+
+    @property
+    def num_prompt_parts(self) -> int:
+        """Times that ranks compute logits of prompt tokens together."""
+        return -(-max(self.num_prompt_rows) // LOGPROBS_ROWS)
+
+    def of_prompt_part(self, part: int) -> tuple[int, ...]:
+        """Rows of each rank: one if it has other rows alone."""
+        left = [num_rows - part * LOGPROBS_ROWS for num_rows in self.num_prompt_rows]
+        rows = zip(self.num_requests, left, strict=True)
+        return tuple(max(min(1, num_requests), min(num, LOGPROBS_ROWS)) for num_requests, num in rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

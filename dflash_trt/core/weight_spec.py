@@ -13,6 +13,7 @@ from dflash_trt.core.dtype import DType, FloatDType
 from dflash_trt.core.mapping import Mapping
 
 Sharding = Literal["replicated", "rows", "columns"]
+Division = Literal["group", "all", "groups"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,9 @@ class WeightSpec:
     and 2 where axis 0 has `num_experts`, of which each rank has some. `segments` are the row counts of parts fused
     along the axis of rows, each sharded on its own, such as q, k and v. `units` are the rows of each segment that stay
     together (default: 1), such as a K/V head's: with fewer units than ranks, several ranks hold the same unit.
+
+    `divided_by` differs where ranks have requests of their own (`Mapping.dp_size`): the ranks of each group divide the
+    tensor, or all ranks do, or each group has a part of it.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +34,7 @@ class WeightSpec:
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     num_experts: int = 0
-    is_beside_experts: bool = False  # divided among all ranks as experts are, whoever's requests they have
+    divided_by: Division = "group"
     is_integer: bool = False  # token ids: never cast to the engine's dtype
     is_float32: bool = False  # whatever the engine's dtype
     is_plain: bool = False  # a matrix that no engine has quantized: more than the weight of a GEMM, or a single row
@@ -77,7 +81,7 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)  # layers are alike
 def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
     """Spec of the shard that each rank holds."""
-    num_ranks = mapping.num_expert_ranks if spec.is_beside_experts else mapping.tp_size
+    _, num_ranks = place_of(spec, mapping)
     if spec.num_experts:
         num_ranks, num_experts = mapping.moe_tp_size, spec.num_experts // mapping.ep_size
         spec = replace(spec, num_experts=num_experts, shape=(num_experts, *spec.shape[1:]))
@@ -90,6 +94,15 @@ def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
     return replace(_with_rows(spec, sum(segments)), segments=segments)
 
 
+def place_of(spec: WeightSpec, mapping: Mapping) -> tuple[int, int]:
+    """This rank's number among those that divide the tensor, and how many they are. For experts see `Mapping`."""
+    return {
+        "group": (mapping.tp_rank, mapping.tp_size),
+        "all": (mapping.expert_rank, mapping.num_expert_ranks),
+        "groups": (mapping.dp_rank, mapping.dp_size),
+    }[spec.divided_by]
+
+
 def is_linear(spec: WeightSpec, name: str) -> bool:
     """True for the weight of a GEMM, or of one per expert.
 
@@ -99,9 +112,20 @@ def is_linear(spec: WeightSpec, name: str) -> bool:
     return has_matrices and not spec.is_plain and not name.endswith((".embedding", "_bias", ".conv"))
 
 
-def row_sharded(shape: tuple[int, ...], segments: tuple[int, ...] = (), units: tuple[int, ...] = ()) -> WeightSpec:
+def row_sharded(
+    shape: tuple[int, ...],
+    segments: tuple[int, ...] = (),
+    units: tuple[int, ...] = (),
+    *,
+    divided_by: Division = "group",
+) -> WeightSpec:
     """Spec with output features sharded; `segments` for fused parts, `units` for K/V heads."""
-    return WeightSpec(shape=shape, sharding="rows", segments=segments or shape[:1], units=units)
+    return WeightSpec(shape=shape, sharding="rows", segments=segments or shape[:1], units=units, divided_by=divided_by)
+
+
+def embedding_table(vocab_size: int, width: int) -> WeightSpec:
+    """Spec of an embedding, which only ranks with requests of their own divide, by vocabulary."""
+    return row_sharded((vocab_size, width), divided_by="groups")
 
 
 def _with_rows(spec: WeightSpec, rows: int) -> WeightSpec:

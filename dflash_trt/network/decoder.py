@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.network.feed_forward import FeedForward, bind_feed_forward
 from dflash_trt.network.mixers.base import Mixer, bind_mixer
-from dflash_trt.network.ops import Linear, Ops, Rows, T
+from dflash_trt.network.ops import OF_TOKENS, ExchangedRows, Linear, Ops, Rows, T
 from dflash_trt.network.per_layer_embedding import (
     PerLayerTable,
     PerLayerWeights,
@@ -19,6 +19,7 @@ from dflash_trt.network.per_layer_embedding import (
 )
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import LayerCache
+from dflash_trt.network.vocabulary import embedded, head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ def run_target(
     caches: Sequence[LayerCache[T]],
 ) -> Iterator[T]:
     """Outputs [T, H] of one layer after the other, for all tokens of the step, causally over their pages."""
-    hidden = ops.embedding(weights.embedding, token_ids, weights.embedding_scale)
+    hidden = embedded(ops, weights.embedding, token_ids, weights.embedding_scale, OF_TOKENS)
     table, parts = weights.per_layer_embedding, None
     if table is not None:
         parts = embedded_per_layer(ops, spec, table, token_ids, hidden)
@@ -121,6 +122,8 @@ def run_layers(
     rows: Rows[T],
     caches: Sequence[LayerCache[T]],
     per_layer: Sequence[T] | None = None,  # [N, per_layer_size]
+    *,
+    exchanged: ExchangedRows = OF_TOKENS,
 ) -> Iterator[T]:
     """Outputs [N, H] of one layer after the other, see `LayerSpec`."""
     eps = spec.rms_norm_eps
@@ -129,19 +132,13 @@ def run_layers(
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
         x = layer.mixer.run(ops, x, rows, cache, rope=rope, eps=eps)
         hidden = ops.add(hidden, _normed(ops, ops.all_reduce(x), layer.attention_post_norm, eps))
-        x = layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps)
+        x = layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps, exchanged)
         hidden = ops.add(hidden, _normed(ops, x, layer.mlp_post_norm, eps))
         if layer.per_layer is not None and per_layer is not None:
             hidden = ops.add(hidden, run_per_layer(ops, layer.per_layer, hidden, per_layer[i], eps))
         if layer.output_scale is not None:
             hidden = ops.mul(hidden, layer.output_scale)
         yield hidden
-
-
-def share_experts(ops: Ops[T], weights: TargetWeights[T], no_rows: T) -> None:
-    """A step of ranks with requests of their own, on one that has no rows [0, H] in it."""
-    for layer in weights.layers:
-        layer.feed_forward.share(ops, no_rows)
 
 
 def last_of(outputs: Iterator[T]) -> T:
@@ -163,15 +160,16 @@ def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[
     return [tables[layer.rope_index] for layer in layers]
 
 
-def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:
+def logits_of(
+    ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T, exchanged: ExchangedRows = OF_TOKENS
+) -> T:
     """Final norm, lm_head and soft cap: [N, H] -> [N, V]."""
-    normed = ops.rms_norm(hidden, weights.norm, spec.rms_norm_eps)
-    logits = ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
+    logits = head_logits(ops, ops.rms_norm(hidden, weights.norm, spec.rms_norm_eps), weights.lm_head, exchanged)
     return logits if spec.logit_softcap is None else ops.softcap(logits, spec.logit_softcap)
 
 
 def _tied_head(spec: TargetSpec, tensors: RankTensors[T]) -> Linear[T]:
-    """Every rank holds the whole embedding; its rows of it are its head."""
+    """Every rank of a group holds the group's part of the embedding; its rows of it are its head."""
     embedding = Linear(weight=tensors["target.embedding"], name="target.lm_head")
     tp_size, tp_rank = tensors.mapping.tp_size, tensors.mapping.tp_rank
     if tp_size == 1:

@@ -4,19 +4,15 @@ from dataclasses import dataclass
 from typing import Generic, Protocol
 
 from dflash_trt.core.model.feed_forward import OWN_NORMS, Dense, Moe
-from dflash_trt.network.ops import Experts, Linear, Ops, StackedExperts, T
+from dflash_trt.network.ops import ExchangedRows, Experts, Linear, Ops, StackedExperts, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
 class FeedForward(Protocol[T]):
     """One layer's feed-forward over the weights of a rank, a frozen dataclass."""
 
-    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
         """[N, H], which `norm` norms -> [N, H], summed over the ranks."""
-        ...
-
-    def share(self, ops: Ops[T], no_rows: T) -> None:
-        """The part in `run` of a rank without rows [0, H]: its experts, for the rows of other ranks."""
         ...
 
 
@@ -28,11 +24,13 @@ class Mlp(Generic[T]):
     gate_up: Linear[T]
     down: Linear[T]
 
-    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
-        return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
+        return self.summed(ops, ops.rms_norm(hidden, norm, eps), exchanged)
 
-    def share(self, ops: Ops[T], no_rows: T) -> None:
-        """Every rank that has rows has the whole MLP."""
+    def summed(self, ops: Ops[T], x: T, exchanged: ExchangedRows) -> T:
+        """Normed [N, H] -> [N, H]."""
+        part = self.part(ops, ops.all_gather_rows(x, exchanged))
+        return ops.all_reduce(ops.reduce_scatter_rows(part, exchanged))
 
     def part(self, ops: Ops[T], x: T) -> T:
         """Normed [N, H] -> [N, H] of one rank: to be summed."""
@@ -49,21 +47,18 @@ class RoutedExperts(Generic[T]):
     shared: Mlp[T] | None
     shared_gate: Linear[T] | None
 
-    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
-        return ops.all_reduce(self.part(ops, ops.rms_norm(hidden, norm, eps)))
-
-    def share(self, ops: Ops[T], no_rows: T) -> None:
-        self.part(ops, no_rows)
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
+        x = ops.all_gather_rows(ops.rms_norm(hidden, norm, eps), exchanged)
+        return ops.all_reduce(ops.reduce_scatter_rows(self.part(ops, x), exchanged))
 
     def part(self, ops: Ops[T], x: T) -> T:
-        """See `Mlp.part`; over the rows of all ranks that share the experts."""
-        x = ops.all_gather_rows(x)
+        """See `Mlp.part`."""
         if self.shared is None:
-            return ops.reduce_scatter_rows(ops.moe(x, self.experts, self.spec))
+            return ops.moe(x, self.experts, self.spec)
         shared = self.shared.part(ops, x)
         if self.shared_gate is not None:
             shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate))
-        return ops.reduce_scatter_rows(ops.add(ops.moe(x, self.experts, self.spec), shared))
+        return ops.add(ops.moe(x, self.experts, self.spec), shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,20 +73,14 @@ class NormedExperts(Generic[T]):
     experts_post_norm: T
     shared_post_norm: T
 
-    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float) -> T:
-        shared = self.shared.run(ops, hidden, norm, eps)
+    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
+        shared = self.shared.run(ops, hidden, norm, eps, exchanged)
         routed = ops.scale(ops.rms_norm(hidden, self.router_norm, eps), self.spec.router_input_scale)
-        x = ops.rms_norm(hidden, self.experts_norm, eps)
-        chosen = ops.all_reduce(self._chosen(ops, x, routed))
+        x = ops.all_gather_rows(ops.rms_norm(hidden, self.experts_norm, eps), exchanged)
+        part = ops.moe(x, self.experts, self.spec, ops.all_gather_rows(routed, exchanged))
+        chosen = ops.all_reduce(ops.reduce_scatter_rows(part, exchanged))
         normed = ops.rms_norm(shared, self.shared_post_norm, eps)
         return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
-
-    def share(self, ops: Ops[T], no_rows: T) -> None:
-        self._chosen(ops, no_rows, no_rows)
-
-    def _chosen(self, ops: Ops[T], x: T, routed: T) -> T:
-        x, routed = ops.all_gather_rows(x), ops.all_gather_rows(routed)
-        return ops.reduce_scatter_rows(ops.moe(x, self.experts, self.spec, routed))
 
 
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> FeedForward[T]:
@@ -99,8 +88,7 @@ def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -
     if isinstance(spec, Dense):
         return _bind_mlp(spec, tensors, prefix)
     experts = _bind_experts(spec, tensors, prefix)
-    rank = None if spec.has_own_norms else tensors.mapping.expert_rank
-    shared = None if spec.shared is None else _bind_mlp(spec.shared, tensors, f"{prefix}.shared", rank=rank)
+    shared = None if spec.shared is None else _bind_mlp(spec.shared, tensors, f"{prefix}.shared")
     if shared is not None and spec.has_own_norms:
         norms = {norm: tensors[f"{prefix}.{norm}"] for norm in OWN_NORMS}
         return NormedExperts(spec=spec, experts=experts, shared=shared, **norms)
@@ -108,8 +96,9 @@ def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -
     return RoutedExperts(spec=spec, experts=experts, shared=shared, shared_gate=gate)
 
 
-def _bind_mlp(spec: Dense, tensors: RankTensors[T], prefix: str, *, rank: int | None = None) -> Mlp[T]:
-    gate_up, down = tensors.linear(f"{prefix}.gate_up"), tensors.summed_linear(f"{prefix}.down", rank=rank)
+def _bind_mlp(spec: Dense, tensors: RankTensors[T], prefix: str) -> Mlp[T]:
+    gate_up = tensors.linear(f"{prefix}.gate_up")
+    down = tensors.summed_linear(f"{prefix}.down", rank=tensors.mapping.expert_rank)
     return Mlp(activation=spec.activation, gate_up=gate_up, down=down)
 
 

@@ -7,7 +7,7 @@ count, H hidden size, D head_dim, V vocabulary, S = K + 1 the slots of a draft b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -96,6 +96,19 @@ class Acceptance(Generic[T]):
     next_context_lens: T
 
 
+class ExchangedRows(NamedTuple):
+    """Rows of a call that all ranks compute together, where they have requests of their own: each rank's number.
+
+    They are the step's tokens, or so many for each request, or those of a part of `LogitsReader.prompt_parts`.
+    """
+
+    per_request: int = 0
+    prompt_part: int | None = None
+
+
+OF_TOKENS: Final = ExchangedRows()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows(Generic[T]):
     """Rows of tokens [N] that a mixer runs over, and the requests they belong to.
@@ -151,7 +164,10 @@ class Ops(Protocol[T]):
         ...
 
     def embedding(self, table: T, token_ids: T, scale: float = 1.0) -> T:
-        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, like transformers."""
+        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, like transformers.
+
+        Where ranks have requests of their own, the table is this rank's part, and other tokens have zeros.
+        """
         ...
 
     def linear(self, x: T, linear: Linear[T]) -> T:
@@ -366,14 +382,17 @@ class Ops(Protocol[T]):
         """Sum over the tensor-parallel ranks; x itself on one rank."""
         ...
 
-    def all_gather_vocab(self, logits: T) -> T:
-        """Concatenate vocabulary shards along the last axis; logits itself on one rank."""
+    def all_gather_vocab(self, logits: T, exchanged: ExchangedRows) -> T:
+        """Concatenate vocabulary shards along the last axis; logits itself on one rank.
+
+        Where ranks have requests of their own, of rows of `all_gather_rows`: each rank gets its own.
+        """
         ...
 
-    def all_gather_rows(self, x: T) -> T:
-        """[N, H] of this rank -> rows of all ranks that have requests of their own; x itself where none have."""
+    def all_gather_rows(self, x: T, exchanged: ExchangedRows) -> T:
+        """[N, H] or [N] of this rank -> rows of all ranks that have requests of their own; x itself where none have."""
         ...
 
-    def reduce_scatter_rows(self, x: T) -> T:
+    def reduce_scatter_rows(self, x: T, exchanged: ExchangedRows) -> T:
         """Rows of `all_gather_rows`, summed over its ranks -> this rank's [N, H]."""
         ...

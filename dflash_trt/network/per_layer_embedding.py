@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dflash_trt.core.model.decoder import TargetSpec
-from dflash_trt.network.ops import Linear, Ops, T
+from dflash_trt.network.ops import OF_TOKENS, Linear, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +52,13 @@ def embedded_per_layer(
     spec: TargetSpec,
     table: PerLayerTable[T],
     token_ids: T,  # int32 [N]
-    embedded: T,  # [N, H], scaled
+    hidden: T,  # [N, H], the scaled embedding
 ) -> Sequence[T]:  # [N, P] for each layer
     assert spec.per_layer_embedding is not None
     size = spec.per_layer_embedding.size
-    projected = ops.scale(ops.linear(embedded, table.projection), spec.hidden_size**-0.5)
+    projected = ops.scale(ops.linear(hidden, table.projection), spec.hidden_size**-0.5)
     normed = ops.merge_heads(ops.rms_norm(ops.split_heads(projected, size), table.norm, spec.rms_norm_eps))
-    rows = ops.embedding(table.embedding, token_ids, size**0.5)
+    rows = embedded(ops, table.embedding, token_ids, size**0.5, OF_TOKENS)
     return ops.split(ops.scale(ops.add(normed, rows), 2**-0.5), (size,) * spec.num_layers)
 
 

@@ -41,7 +41,7 @@ class RankTensors(Generic[T]):
     def summed_linear(self, name: str, *, rank: int | None = None) -> Linear[T]:
         """A linear whose results the ranks add up: the bias must be added once, so only rank 0 keeps it.
 
-        `rank` is that among the ranks which divide this linear (default: all).
+        `rank` is that among the ranks which divide this linear (default: those of a group).
         """
         linear = self.linear(name)
         return replace(linear, bias=None) if (self.mapping.tp_rank if rank is None else rank) else linear

@@ -13,7 +13,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_target, last_of, logits_of, run_target
 from dflash_trt.network.drafters.base import Drafter, bind_drafter
-from dflash_trt.network.ops import Acceptance, Ops, StepInputs, T
+from dflash_trt.network.ops import Acceptance, ExchangedRows, Ops, StepInputs, T
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
@@ -84,7 +84,9 @@ def run_step(
     """
     target = run_layers(ops, network, inputs, state)
     rows = inputs.logit_rows if logit_rows is None else logit_rows
-    acceptance = accept(ops, network, target, logits_at(ops, network, target.hidden, rows), reader)
+    acceptance = accept(
+        ops, network, target, logits_at(ops, network, target.hidden, rows, ExchangedRows(num_draft_tokens + 1)), reader
+    )
     return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
 
 
@@ -109,17 +111,17 @@ def accept(
     return ops.sample_and_accept(logits)
 
 
-def logits_at(ops: Ops[T], network: Network[T], hidden: T, token_rows: T) -> T:
+def logits_at(ops: Ops[T], network: Network[T], hidden: T, token_rows: T, exchanged: ExchangedRows) -> T:
     """The target's logits [M, V] at M rows of `hidden` [N, H]."""
-    return logits_of(ops, network.target_weights, network.target, ops.gather_rows(hidden, token_rows))
+    return logits_of(ops, network.target_weights, network.target, ops.gather_rows(hidden, token_rows), exchanged)
 
 
 def read_logits(ops: Ops[T], network: Network[T], reader: LogitsReader[T], logits: T, hidden: T | None) -> None:
     """Pass the logits of a step to `reader`; logits of prompts follow from `hidden` [N, H]."""
     reader.read(logits)
-    for token_rows in reader.prompt_parts:
+    for part, token_rows in enumerate(reader.prompt_parts):
         assert hidden is not None
-        reader.read_prompt(logits_at(ops, network, hidden, token_rows))
+        reader.read_prompt(logits_at(ops, network, hidden, token_rows, ExchangedRows(prompt_part=part)))
 
 
 def run_drafter(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import PLAIN_BITS, Gpu
-from dflash_trt.plan.step_work import Exchange, Product
+from dflash_trt.plan.step_work import Product
 
 
 @dataclass(frozen=True, slots=True)

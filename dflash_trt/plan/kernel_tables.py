@@ -23,8 +23,9 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.kernel_fits import KernelTime
-from dflash_trt.plan.step_work import Exchange, Product
+from dflash_trt.plan.step_work import Product
 
 if TYPE_CHECKING:
     from aiconfigurator_core.sdk.engine import EngineHandle
@@ -105,8 +106,9 @@ class KernelTables:
         if item.kind == "all_reduce":
             return _times(item.count, self._tokens("CustomAllReduce", (item.features, num_ranks), rows))
         half = self._common.CommQuantMode.half
-        part = item.features // num_ranks  # of each rank, as the tables count
-        return _times(item.count, self._tokens("NCCL", (item.kind, part, num_ranks, half), rows))
+        part = max(1, item.features // num_ranks)  # of each rank, as the tables count
+        kind = "all_gather" if item.kind == "all_to_all" else item.kind  # a rank receives as much
+        return _times(item.count, self._tokens("NCCL", (kind, part, num_ranks, half), rows))
 
     def _experts(self, item: Product) -> KernelTime | None:
         assert item.experts is not None

@@ -12,6 +12,7 @@ from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.logprobs import LOGPROBS_ROWS
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
@@ -145,7 +146,7 @@ def activations_bytes(
     if target.per_layer_embedding is not None:
         kept += target.num_layers * target.per_layer_embedding.size
     layer = max(layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
-    columns = _logit_columns(target.vocab_size, mapping.tp_size)
+    columns = _logit_features(target.vocab_size, target.hidden_size, mapping)
     logits = num_tokens * 2 * target.hidden_size + rows * (2 * target.hidden_size + columns)
     scores_bytes = _scores_bytes(config, limits, num_tokens, has_nodes=has_nodes) if has_rules else 0
     phases = [num_tokens * layer * num_bytes, logits * num_bytes + scores_bytes]
@@ -156,7 +157,7 @@ def activations_bytes(
         fused += 2 * draft.hidden_size
         phases.append(num_tokens * (2 * target.hidden_size + fused + 2 * kv_size) * num_bytes)
         of_layer = max(layer_features(x, draft.hidden_size, config, rows) for x in draft.layers)
-        columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
+        columns = _logit_features(draft.draft_vocab_size or target.vocab_size, draft.hidden_size, mapping)
         block = max(of_layer, 4 * draft.hidden_size + columns)
         walked = 0 if draft.heads is None else 2 * limits.max_batch_size * (draft.draft_vocab_size or target.vocab_size)
         phases.append((num_tokens * 2 * target.hidden_size + rows * block + walked) * num_bytes)
@@ -168,8 +169,9 @@ def _scores_bytes(config: PretrainedConfig, limits: ExecutorLimits, num_tokens: 
 
     A TensorRT engine, whose nodes get memory for their largest step, has both at once.
     """
-    read = min(LOGPROBS_ROWS, num_tokens) * _logit_columns(config.target.vocab_size, config.mapping.tp_size)
-    scores = (_max_rows(limits) + limits.max_batch_size) * config.target.vocab_size
+    target = config.target
+    read = min(LOGPROBS_ROWS, num_tokens) * _logit_features(target.vocab_size, target.hidden_size, config.mapping)
+    scores = (_max_rows(limits) + limits.max_batch_size) * target.vocab_size
     parts = read * num_bytes_of(config.dtype), scores * num_bytes_of("float32")
     return sum(parts) if has_nodes else max(parts)
 
@@ -192,9 +194,15 @@ def _latent_shape(mla: Mla) -> LatentShape:
     return LatentShape(num_heads=mla.num_heads, latent_dim=mla.latent_dim, rope_dim=mla.rope_dim)
 
 
-def _logit_columns(vocab_size: int, num_ranks: int) -> int:
-    """Columns of a row of logits; several ranks gather theirs."""
-    return vocab_size if num_ranks == 1 else vocab_size + 2 * (vocab_size // num_ranks)
+def _logit_features(vocab_size: int, hidden_size: int, mapping: Mapping) -> int:
+    """Elements for each row of logits; several ranks gather theirs.
+
+    Ranks with requests of their own have the gathered rows and their part of the logits of all, receive the logits of
+    their rows, and put them into the order of the vocabulary.
+    """
+    if mapping.dp_size > 1:
+        return mapping.dp_size * hidden_size + 3 * vocab_size
+    return vocab_size if mapping.tp_size == 1 else vocab_size + 2 * (vocab_size // mapping.tp_size)
 
 
 def _attention_elements(kv_heads: int, head_dim: int, multiprocessors: int) -> int:

@@ -24,10 +24,11 @@ from pydantic import Field
 
 from dflash_trt.core.frozen import Frozen
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import PLAIN_BITS, Gpu
 from dflash_trt.plan.kernel_fits import FittedKernels, Kernels, KernelTime, kernel_fits
 from dflash_trt.plan.kernel_tables import EXTRA_HINT, KernelTables, kernel_tables, package
-from dflash_trt.plan.step_work import Exchange, Product, StepWork
+from dflash_trt.plan.step_work import Product, StepWork
 
 Cost = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(gt=0.0, le=4.0)]

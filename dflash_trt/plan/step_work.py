@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.mapping import Mapping
@@ -21,6 +21,7 @@ from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.attention_work import Mixing, MixingWork, mixings_of
 from dflash_trt.plan.computed_rows import ComputedRows
+from dflash_trt.plan.exchanges import Exchange, Exchanges, RankRows
 
 # Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
 # a chain so far, its last slots, the drafts, a slot of DSpark's walk.
@@ -42,20 +43,6 @@ class Experts:
     moe_tp_size: int
     ep_size: int
     num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """`count` equal collectives of `rows` x `features` elements; a rank receives `num_bytes` of all of them.
-
-    Where ranks have rows of their own, `rows` are those of all.
-    """
-
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
-    count: int
-    rows: int
-    features: int
-    num_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +111,7 @@ class _Kind:
     moe: Moe | None
     shape: tuple[int, int] | None  # of a GEMM
     is_product: bool
-    is_beside_experts: bool  # over the rows of all ranks
+    is_of_all_rows: bool  # of all ranks
 
 
 class EngineWork:
@@ -137,6 +124,7 @@ class EngineWork:
         self._sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # elements, bytes and count
         self._count_weights()
         states = config.states()
+        self._exchanges = Exchanges(config, has_drafter=has_drafter)
         self._mixings: list[Mixing] = list(mixings_of(config.target, states.target, config.mapping))
         if self._draft is not None:
             self._mixings += mixings_of(self._draft, states.draft, config.mapping)
@@ -173,6 +161,14 @@ class EngineWork:
         if draft is not None:
             moved += num_passes * draft_rows * self._features[1]
         mixed = [mixing.of(rows, num_passes, computed_slots) for mixing in self._mixings]
+        exchanged = RankRows(
+            tokens=num_tokens,
+            logits=slots,
+            num_passes=num_passes,
+            draft_layers=draft_rows,
+            draft_embedding=num_requests * computed_slots if not is_chain else slots // 2,
+            drafts=num_requests * drafts // max(1, num_passes),
+        )
         shared = num_tokens * self._config.mapping.dp_size if shared_tokens is None else shared_tokens
         return StepWork(
             num_requests=num_requests,
@@ -187,7 +183,7 @@ class EngineWork:
             num_passes=num_passes,
             num_ranks=self._config.mapping.world_size,
             mixings=tuple(mixed),
-            exchanges=tuple(self._exchanges(shared, slots, draft_rows, num_requests * drafts, num_passes)),
+            exchanges=tuple(self._exchanges.of(exchanged, shared)),
         )
 
     def _products(self, uses: dict[str, tuple[float, int]], shared_tokens: int) -> Iterator[Product]:
@@ -197,8 +193,8 @@ class EngineWork:
             if not kind.is_product or not times:
                 continue
             part, experts = 1.0, None
-            if mapping.dp_size > 1 and (kind.moe is not None or kind.is_beside_experts):
-                rows = shared_tokens
+            if kind.is_of_all_rows:
+                rows = shared_tokens if kind.rows == _TOKENS else rows * mapping.dp_size
             if kind.moe is not None:
                 experts = Experts(
                     hidden_size=hidden_size,
@@ -218,35 +214,6 @@ class EngineWork:
                 shape=kind.shape,
                 experts=experts,
             )
-
-    def _exchanges(self, tokens: int, logits: int, draft_rows: int, drafts: int, num_passes: int) -> Iterator[Exchange]:
-        """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits.
-
-        Ranks with requests of their own gather the rows of each layer's experts, and get their sums.
-        """
-        target, draft, num_ranks = self._config.target, self._draft, self._config.mapping.world_size
-        if num_ranks == 1:
-            return
-        part = (num_ranks - 1) / num_ranks * self._itemsize
-        if self._config.mapping.dp_size > 1:
-            sizes = {"count": len(target.moes), "rows": tokens, "features": target.hidden_size}
-            for kind in ("all_gather", "reduce_scatter"):
-                yield Exchange(kind=kind, num_bytes=math.prod(sizes.values()) * part, **sizes)
-            return
-
-        def reduced(count: int, rows: int, features: int) -> Exchange:
-            size = 2 * count * rows * features * part
-            return Exchange(kind="all_reduce", count=count, rows=rows, features=features, num_bytes=size)
-
-        def gathered(count: int, rows: int, features: int) -> Exchange:
-            size = count * rows * features * part
-            return Exchange(kind="all_gather", count=count, rows=rows, features=features, num_bytes=size)
-
-        yield reduced(2 * target.num_layers, tokens, target.hidden_size)
-        yield gathered(1, logits, target.vocab_size)
-        if draft is not None and num_passes:
-            yield reduced(2 * num_passes * draft.num_layers, draft_rows, draft.hidden_size)
-            yield gathered(num_passes, drafts // num_passes, draft.draft_vocab_size or target.vocab_size)
 
     def _decoders(self) -> list[DecoderSpec]:
         return [self._config.target, *([self._draft] if self._draft is not None else [])]
@@ -285,7 +252,7 @@ class EngineWork:
             moe=moe,
             shape=(round(part * spec.shape[0]), spec.shape[1]) if is_product and moe is None else None,
             is_product=is_product or moe is not None,
-            is_beside_experts=spec.is_beside_experts,
+            is_of_all_rows=self._config.mapping.dp_size > 1 and (moe is not None or spec.divided_by != "group"),
         )
         sums = self._sums[kind]
         sums[0] += part * math.prod(spec.shape) * (is_linear(spec, name) or moe is None)

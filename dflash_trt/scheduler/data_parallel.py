@@ -247,6 +247,6 @@ class _RankDraftLength(DraftLengthPolicy):
 def _joined(steps: list[PlannedStep]) -> PlannedStep:
     if all(step.is_empty for step in steps):
         return steps[0]
-    joint = JointRows.of([step.plan.rows for step in steps])
+    joint = JointRows.of([step.plan for step in steps])
     first, *others = (replace(step.plan, joint=joint) for step in steps)
     return replace(steps[0], plan=replace(first, others=tuple(others)))

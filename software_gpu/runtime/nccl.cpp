@@ -5,6 +5,7 @@
 
 #include <nccl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -14,6 +15,7 @@
 #include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 using namespace software_runtime;
@@ -134,6 +136,54 @@ void reduce_scatter(Communicator& own, const void* from, void* to, size_t bytes,
     std::memcpy(to, whole.data() + static_cast<size_t>(own.rank) * bytes, bytes);
 }
 
+// What a rank sends to a peer, or receives from it.
+struct Message {
+    const void* from;
+    void* to;
+    size_t bytes;
+    int peer;
+};
+
+// The messages of a group; all ranks have some.
+struct Group {
+    int depth = 0;
+    ncclComm_t communicator = nullptr;
+    cudaStream_t stream = nullptr;
+    std::vector<Message> messages;
+};
+thread_local Group group;
+
+void send_and_receive(Communicator& own, const std::vector<Message>& messages) {
+    Message sent[kMaxRanks] = {}, received[kMaxRanks] = {};
+    size_t most = 0, sizes[kMaxRanks];
+    for (const Message& message : messages) {
+        (message.from ? sent : received)[message.peer] = message;
+        most = std::max(most, message.bytes);
+    }
+    std::memcpy(own.meeting->pieces[own.rank], &most, sizeof most);
+    if (!own.meet()) return;
+    for (int rank = 0; rank < own.num_ranks; ++rank) std::memcpy(&sizes[rank], own.meeting->pieces[rank], sizeof most);
+    most = *std::max_element(sizes, sizes + own.num_ranks);
+    if (!own.meet()) return;
+    for (int shift = 0; shift < own.num_ranks; ++shift) {
+        const int source = (own.rank - shift + own.num_ranks) % own.num_ranks;
+        const Message &to_peer = sent[(own.rank + shift) % own.num_ranks], &from_peer = received[source];
+        for (size_t begin = 0; begin < most; begin += kPieceBytes) {
+            if (begin < to_peer.bytes) std::memcpy(own.meeting->pieces[own.rank], static_cast<const uint8_t*>(to_peer.from) + begin, std::min(kPieceBytes, to_peer.bytes - begin));
+            if (!own.meet()) return;
+            if (begin < from_peer.bytes) std::memcpy(static_cast<uint8_t*>(from_peer.to) + begin, own.meeting->pieces[source], std::min(kPieceBytes, from_peer.bytes - begin));
+            if (!own.meet()) return;
+        }
+    }
+}
+
+ncclResult_t add(const Message& message, ncclComm_t communicator, cudaStream_t stream) {
+    if (!group.depth) problem("not imitated: ncclSend and ncclRecv outside of a group");
+    group.communicator = communicator, group.stream = stream;
+    group.messages.push_back(message);
+    return ncclSuccess;
+}
+
 ncclResult_t join(ncclComm_t* out, int num_ranks, const ncclUniqueId& id, int rank) {
     Lock lock;
     if (num_ranks > kMaxRanks) return ncclInvalidArgument;
@@ -177,8 +227,22 @@ CUDA_API ncclResult_t ncclCommAbort(ncclComm_t communicator) {
 CUDA_API ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) { *error = reinterpret_cast<Communicator*>(communicator)->error; return ncclSuccess; }
 CUDA_API ncclResult_t ncclCommCount(ncclComm_t communicator, int* num_ranks) { *num_ranks = reinterpret_cast<Communicator*>(communicator)->num_ranks; return ncclSuccess; }
 CUDA_API ncclResult_t ncclCommUserRank(ncclComm_t communicator, int* rank) { *rank = reinterpret_cast<Communicator*>(communicator)->rank; return ncclSuccess; }
-CUDA_API ncclResult_t ncclGroupStart() { return ncclSuccess; }
-CUDA_API ncclResult_t ncclGroupEnd() { return ncclSuccess; }
+CUDA_API ncclResult_t ncclGroupStart() {
+    ++group.depth;
+    return ncclSuccess;
+}
+CUDA_API ncclResult_t ncclGroupEnd() {
+    if (--group.depth || group.messages.empty()) return ncclSuccess;
+    const auto messages = std::move(group.messages);
+    group.messages.clear();
+    return enqueue("ncclSendRecv", group.communicator, group.stream, [=](Communicator& own) { send_and_receive(own, messages); });
+}
+CUDA_API ncclResult_t ncclSend(const void* from, size_t num, ncclDataType_t type, int peer, ncclComm_t communicator, cudaStream_t stream) {
+    return add({from, nullptr, num * size_of(type), peer}, communicator, stream);
+}
+CUDA_API ncclResult_t ncclRecv(void* to, size_t num, ncclDataType_t type, int peer, ncclComm_t communicator, cudaStream_t stream) {
+    return add({nullptr, to, num * size_of(type), peer}, communicator, stream);
+}
 CUDA_API const char* ncclGetErrorString(ncclResult_t) { return "an error of the software GPU"; }
 CUDA_API const char* ncclGetLastError(ncclComm_t) { return ""; }
 CUDA_API ncclResult_t ncclAllReduce(const void* from, void* to, size_t num, ncclDataType_t type, ncclRedOp_t op, ncclComm_t communicator, cudaStream_t stream) {
@@ -189,4 +253,15 @@ CUDA_API ncclResult_t ncclAllGather(const void* from, void* to, size_t num, nccl
 }
 CUDA_API ncclResult_t ncclReduceScatter(const void* from, void* to, size_t num, ncclDataType_t type, ncclRedOp_t op, ncclComm_t communicator, cudaStream_t stream) {
     return enqueue("ncclReduceScatter", communicator, stream, [=](Communicator& own) { reduce_scatter(own, from, to, num * size_of(type), type, op); });
+}
+CUDA_API ncclResult_t ncclAlltoAll(const void* from, void* to, size_t num, ncclDataType_t type, ncclComm_t communicator, cudaStream_t stream) {
+    const size_t bytes = num * size_of(type);
+    return enqueue("ncclAlltoAll", communicator, stream, [=](Communicator& own) {
+        std::vector<Message> messages;
+        for (int peer = 0; peer < own.num_ranks; ++peer) {
+            messages.push_back({static_cast<const uint8_t*>(from) + static_cast<size_t>(peer) * bytes, nullptr, bytes, peer});
+            messages.push_back({nullptr, static_cast<uint8_t*>(to) + static_cast<size_t>(peer) * bytes, bytes, peer});
+        }
+        send_and_receive(own, messages);
+    });
 }

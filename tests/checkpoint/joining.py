@@ -12,9 +12,13 @@ def ranks(tp_size: int) -> list[Mapping]:
     return [Mapping(world_size=tp_size, tp_size=tp_size, rank=rank) for rank in range(tp_size)]
 
 
-def join(shards: Sequence[torch.Tensor], spec: WeightSpec) -> torch.Tensor:
+def ranks_of_own_requests(dp_size: int) -> list[Mapping]:
+    return [Mapping(world_size=dp_size, dp_size=dp_size, rank=rank) for rank in range(dp_size)]
+
+
+def join(shards: Sequence[torch.Tensor], spec: WeightSpec, *, have_own_requests: bool = False) -> torch.Tensor:
     """The whole tensor: copies must agree, columns stand side by side, every segment is joined on its own."""
-    if spec.sharding == "replicated":
+    if spec.sharding == "replicated" or spec.divided_by == ("group" if have_own_requests else "groups"):
         assert all(torch.equal(piece, shards[0]) for piece in shards)
         return shards[0]
     if spec.sharding == "columns":

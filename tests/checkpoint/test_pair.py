@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
-from tests.checkpoint.joining import join, ranks
+from tests.checkpoint.joining import join, ranks, ranks_of_own_requests
 from tests.checkpoint.refusals import Copy, edit_tensors, pair_refusal, weights_of
 from tests.factories import edit_json, make_speculators_drafter, make_target, make_zlab_drafter, read_json, write_json
 from tests.specs import Flat
@@ -98,6 +98,20 @@ def test_the_ranks_together_hold_the_whole_pair(checkpoints: Path, drafter: str)
     shards = [dict(pair.iter_weights(dtype=torch.float32, mapping=mapping)) for mapping in ranks(2)]
     for name, tensor in whole.items():
         assert torch.equal(join([held[name] for held in shards], pair.table[name]), tensor), name
+
+
+def test_ranks_of_own_requests_divide_vocabulary_and_mlps_besides_experts(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "t", family="deepseek_v3", tokenizer=False)
+    pair = open_pair(target, make_zlab_drafter(tmp_path / "d", target_dir=target))
+    mappings = ranks_of_own_requests(2)
+    shards = [dict(pair.iter_weights(dtype=torch.float32, mapping=mapping)) for mapping in mappings]
+    for name, tensor in weights_of(pair).items():
+        parts = [held[name] for held in shards]
+        if pair.table[name].num_experts:
+            continue
+        assert torch.equal(join(parts, pair.table[name], have_own_requests=True), tensor), name
+        is_divided = name.rpartition(".")[2] in ("embedding", "lm_head", "gate_up", "down")
+        assert is_divided == (parts[0].shape != tensor.shape), name
 
 
 def test_a_tied_target_has_no_head_of_its_own(tmp_path: Path) -> None:

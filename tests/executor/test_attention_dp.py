@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import resolved_config
 from dflash_trt.scheduler.data_parallel import DataParallelScheduler
+from tests.dflash2_files import make_dflash2_drafter
 from tests.executor.attention_dp import engine_loop, requests, run
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 from tests.gemma_targets import EXPERTS, make_gemma
 from tests.traces import PROMPTS
 
@@ -57,6 +59,23 @@ def verified(outputs: list[GenerationOutput]) -> list[Any]:
     return [(output.token_ids, of_one) for output, of_one in zip(outputs, steps, strict=True)]
 
 
+def scores_of(output: GenerationOutput) -> tuple[list[int], list[float]]:
+    """Tokens and log probabilities of a text and of its prompt."""
+    prompt = [token for token in output.prompt_logprobs or () if token is not None]
+    rows = [*output.top_logprobs, *(token.top_logprobs for token in prompt)]
+    scored = [(token.token_id, token.logprob) for token in (*prompt, *(top for row in rows for top in row))]
+    return [token_id for token_id, _ in scored], [*(score for _, score in scored), *output.logprobs]
+
+
+def assert_two_ranks_draft_as_one(root: Path, **fields: Any) -> None:
+    both = []
+    for tp_size, ranks in ((1, {}), (2, {"ep_size": 2, "attention_dp": True})):
+        with engine_loop(build(root, tp_size=tp_size, **fields, **ranks)) as loop:
+            both.append([verified(run(loop, requests(temperature), at_once=3)) for temperature in (0.0, 0.9)])
+            assert loop.statistics().scheduler.num_verify_blocks > 0
+    assert both[1] == both[0]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pair")
@@ -81,6 +100,18 @@ def test_two_ranks_give_each_request_what_one_gives(root: Path) -> None:
             assert statistics.num_emitted_by_verify > statistics.num_verify_blocks, "no draft was accepted"
     for name in names:
         assert both[1][name] == both[0][name], name
+
+
+@pytest.mark.parametrize("drafter", ["a tied target", "its own vocabulary", "dflash2"])
+def test_so_do_drafters_with_tables_of_their_own(tmp_path: Path, drafter: str) -> None:
+    tied = {"tie_word_embeddings": True} if drafter == "a tied target" else {}
+    target = make_target(tmp_path / "target", family="qwen3_moe", vocab_size=12, tokenizer=False, **tied)
+    if drafter == "its own vocabulary":
+        make_speculators_drafter(tmp_path / "drafter", target_dir=target, draft_vocab_size=8, has_own_embedding=True)
+    else:
+        make = make_dflash2_drafter if drafter == "dflash2" else make_zlab_drafter
+        make(tmp_path / "drafter", target_dir=target, intermediate_size=96)
+    assert_two_ranks_draft_as_one(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +191,32 @@ def test_two_ranks_hold_twice_the_tokens_of_one(experts: Path, two_ranks: Engine
             tokens[name] = loop.limits.num_pages * loop.limits.page_size
             assert loop.limits.max_batch_size == (16 if name == "own" else 8)
     assert tokens["own"] == 2 * tokens["one"] > tokens["divided"]
+
+
+def test_log_probabilities_are_those_of_one_rank_whichever_ranks_read_a_prompt(
+    experts: Path, two_ranks: EngineDir
+) -> None:
+    """Prompts of three requests, longer than a step takes, beside requests without."""
+    wanted = [
+        replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids * 3,
+            sampling=replace(
+                request.sampling, logprobs=True, top_logprobs=3, prompt_logprobs=2 if i in (1, 2, 6) else None
+            ),
+        )
+        for i, request in enumerate(requests())
+    ]
+    both = []
+    for engine in (build(experts, tp_size=1, overwrite=True, max_num_tokens=16), two_ranks):
+        with engine_loop(engine) as loop:
+            both.append(run(loop, wanted, at_once=3))
+    for one, two in zip(*both, strict=True):
+        assert two.token_ids == one.token_ids
+        assert bool(two.prompt_logprobs) == (one.request_id in ("1", "2", "6"))
+        (token_ids, scores), (expected_ids, expected) = scores_of(two), scores_of(one)
+        assert token_ids == expected_ids
+        assert scores == pytest.approx(expected, abs=1e-4)
 
 
 def test_logits_are_those_of_one_rank(experts: Path, two_ranks: EngineDir) -> None:

@@ -8,6 +8,7 @@ from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.specs import PairSpecs, with_draft_window
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import EnginePlan, plan_engine
@@ -17,7 +18,8 @@ from dflash_trt.simulation.advice import Goal, Layout, layouts
 from dflash_trt.simulation.load import Lengths, RequestLoad
 from dflash_trt.simulation.sweep import SimulatedEngine, simulate
 from scripts.published_shapes import write_shape
-from tests.plan.test_step_work import ATTENTION, MOE, H, rows, work
+from tests.factories import make_target, make_zlab_drafter
+from tests.plan.test_step_work import ATTENTION, MOE, H, V, rows, work
 
 LENGTHS = Lengths(num_prompt_tokens=512, num_output_tokens=256)
 SHARED = MOE.model_copy(update={"shared_size": 48})
@@ -29,8 +31,9 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> PairSpecs:
     return read_pair(write_shape(root, "moonshotai/Kimi-K2.6"), write_shape(root, "z-lab/Kimi-K2.6-DFlash"))
 
 
-def plan(pair: PairSpecs, gpu: str, *, attention_dp: bool, draft_window: int | None = None) -> EnginePlan:
-    limits = (16, 1024) if attention_dp else (64, 4096)
+def plan(
+    pair: PairSpecs, gpu: str, *, attention_dp: bool, max_batch_size: int, draft_window: int | None = None
+) -> EnginePlan:
     config = BuildConfig(
         target="t",
         drafter="d",
@@ -38,21 +41,31 @@ def plan(pair: PairSpecs, gpu: str, *, attention_dp: bool, draft_window: int | N
         tp_size=8,
         ep_size=8,
         attention_dp=attention_dp,
-        max_batch_size=limits[0],
-        max_num_tokens=limits[1],
+        max_batch_size=max_batch_size,
+        max_num_tokens=1024 if attention_dp else 4096,
         max_seq_len=131072,
     )
     return plan_engine(config, with_draft_window(pair, draft_window), gpu_of(gpu))
 
 
 @pytest.mark.parametrize(
-    ("gpu", "draft_window", "least"), [("h200", None, 4.5), ("h200", 4096, 5.8), ("b300", None, 5.6), ("b300", 4096, 7)]
+    ("gpu", "draft_window", "max_batch_size", "least"),
+    [
+        ("h200", None, 16, 5.4),
+        ("h200", 4096, 16, 6.8),
+        ("h200", 4096, 8, 7),
+        ("b300", None, 16, 5.9),
+        ("b300", 4096, 32, 7.5),
+    ],
 )
 def test_eight_ranks_hold_many_times_the_latents_of_tensor_parallelism(
-    kimi: PairSpecs, gpu: str, draft_window: int | None, least: float
+    kimi: PairSpecs, gpu: str, draft_window: int | None, max_batch_size: int, least: float
 ) -> None:
-    """Eight times less what each rank has of all: weights of attention and drafter, and the drafter's K/V."""
-    divided, own = (plan(kimi, gpu, attention_dp=dp, draft_window=draft_window) for dp in (False, True))
+    """Eight times less what each rank has of all: weights of attention, and the drafter's K/V."""
+    divided, own = (
+        plan(kimi, gpu, attention_dp=dp, draft_window=draft_window, max_batch_size=size)
+        for dp, size in ((False, 64), (True, max_batch_size))
+    )
     assert divided.fits and own.fits
     assert own.num_kv_tokens >= least * divided.num_kv_tokens
     assert own.pages is not None and own.num_kv_tokens == 8 * own.pages.num_tokens
@@ -69,20 +82,45 @@ def test_a_rank_computes_its_rows_and_its_experts_for_the_rows_of_all() -> None:
     experts, of_all = ([item for item in made.products if item.experts is not None] for made in (own, all_rows))
     assert experts == of_all and experts[0].experts is not None and experts[0].experts.num_tokens == 12
     assert (own.kv_bytes, own.mixing_flops, own.num_logits) == (alone.kv_bytes, alone.mixing_flops, alone.num_logits)
-    by_shape = {item.shape: (item.rows, item.elements) for item in own.products}
-    assert by_shape[ATTENTION.q_size + 2 * ATTENTION.kv_size, H] == (3, (ATTENTION.q_size + 2 * ATTENTION.kv_size) * H)
-    assert by_shape[2 * 48 // 4, H] == (12, 2 * 48 // 4 * H), "the MLP beside the experts: its part, for all rows"
+    found = {(item.shape, item.rows): item.elements for item in own.products}
+    qkv = ATTENTION.q_size + 2 * ATTENTION.kv_size
+    assert found[(qkv, H), 3] == qkv * H
+    assert found[(2 * 48 // 4, H), 12] == 2 * 48 // 4 * H, "the MLP beside the experts: its part, for all rows"
+    assert found[(V // 4, H), 4] == V // 4 * H, "the head: its part, for the rows of all"
 
 
-def test_ranks_exchange_the_rows_of_experts_alone() -> None:
+@pytest.mark.parametrize("feed_forward", [MOE, None], ids=["experts", "MLPs"])
+def test_ranks_exchange_the_rows_of_embedding_feed_forwards_and_head(feed_forward: Moe | None) -> None:
     mapping = Mapping(world_size=4, dp_size=4, ep_size=2)
-    found = work(*[ATTENTION] * 3, feed_forward=MOE, mapping=mapping, num_dense=1).of(rows((3, 9), (2, 5)))
-    received = 2 * 20 * H * 4 * 3 / 4  # layers, rows, float32, of three of four ranks
+    found = work(ATTENTION, ATTENTION, feed_forward=feed_forward, mapping=mapping).of(rows((3, 9), (2, 5)))
+    size = 4 * 3 / 4  # float32, of three of four ranks
     assert [(item.kind, item.count, item.rows, item.features, item.num_bytes) for item in found.exchanges] == [
-        ("all_gather", 2, 20, H, received),
-        ("reduce_scatter", 2, 20, H, received),
+        ("all_gather", 1, 20, 1, 20 * size),  # token ids
+        ("reduce_scatter", 1, 20, H, 20 * H * size),
+        ("all_gather", 2, 20, H, 2 * 20 * H * size),
+        ("reduce_scatter", 2, 20, H, 2 * 20 * H * size),
+        ("all_gather", 1, 8, H, 8 * H * size),
+        ("all_to_all", 1, 2, V, 2 * V * size),
     ]
     assert found.num_ranks == 4
+
+
+def test_every_pass_of_a_drafter_exchanges_its_rows(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", family="qwen3_moe", tokenizer=False)
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, num_layers=2)
+    config = BuildConfig(target="t", drafter="d", tp_size=2, ep_size=2, attention_dp=True, max_seq_len=256)
+    made = plan_engine(config, read_pair(target, drafter), gpu_of("h200")).pretrained_config
+    step = rows((3, 9), (2, 5), drafts=3)
+    both = [EngineWork(made, has_drafter=has_drafter).of(step).exchanges for has_drafter in (False, True)]
+    slots, drafts, hidden = 2 * 2 * 4, 2 * 3, made.target.hidden_size
+    assert [(item.kind, item.count, item.rows, item.features) for item in both[1][len(both[0]) :]] == [
+        ("all_gather", 1, slots, 1),
+        ("reduce_scatter", 1, slots, hidden),
+        ("all_gather", 2, slots, hidden),
+        ("reduce_scatter", 2, slots, hidden),
+        ("all_gather", 1, 2 * drafts, hidden),
+        ("all_to_all", 1, drafts, made.target.vocab_size),
+    ]
 
 
 def advice(root: Path, target: str) -> list[Layout]:

@@ -12,11 +12,12 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.plan import kernel_tables as module
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import GPUS, gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels, kernel_fits
 from dflash_trt.plan.kernel_tables import KernelTables, kernel_tables
 from dflash_trt.plan.step_costs import clock_of
-from dflash_trt.plan.step_work import Exchange, Experts, Product, StepWork
+from dflash_trt.plan.step_work import Experts, Product, StepWork
 from tests.plan.test_machine_file import MACHINE
 
 core = pytest.importorskip("aiconfigurator_core", reason="the extra `silicon`")

@@ -8,13 +8,14 @@ import pytest
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.plan.attention_work import MixingWork
+from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import Gpu, gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.kernel_tables import KernelTables
 from dflash_trt.plan.machine_file import MachineFile
 from dflash_trt.plan.step_costs import StepClock, StepCosts, StepTime, assumed_costs, assumptions_of
 from dflash_trt.plan.step_floor import StepFloor
-from dflash_trt.plan.step_work import Exchange, Product, StepWork
+from dflash_trt.plan.step_work import Product, StepWork
 from tests.plan.test_machine_file import MACHINE
 
 GPU = Gpu(

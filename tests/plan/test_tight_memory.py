@@ -8,9 +8,10 @@ import pytest
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, TENSORRT_FREE_MEMORY_FRACTION
 from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.planning import EnginePlan, plan_engine
-from dflash_trt.plan.rank_memory import _logit_columns
+from dflash_trt.plan.rank_memory import _logit_features
 from tests.factories import make_target, make_zlab_drafter
 
 
@@ -79,7 +80,9 @@ def test_pages_get_the_fraction_of_their_back_end(hybrid: PairSpecs) -> None:
 
 
 def test_ranks_hold_their_logits_and_those_of_all() -> None:
-    assert [_logit_columns(1000, num_ranks) for num_ranks in (1, 2, 4)] == [1000, 2000, 1500]
+    divided = [Mapping(world_size=num_ranks, tp_size=num_ranks) for num_ranks in (1, 2, 4)]
+    assert [_logit_features(1000, 64, mapping) for mapping in divided] == [1000, 2000, 1500]
+    assert _logit_features(1000, 64, Mapping(world_size=4, dp_size=4)) == 4 * 64 + 3 * 1000
 
 
 def test_a_plan_counts_the_workspaces_of_the_gpus_multiprocessors(hybrid: PairSpecs) -> None:

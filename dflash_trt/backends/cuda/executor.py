@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,7 +28,7 @@ from dflash_trt.backends.cuda.shipped import use_shipped_kernels
 from dflash_trt.backends.cuda.step_launches import SAMPLING, DeviceSnapshots, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
-from dflash_trt.backends.padding import StepShape, decode_shape, step_shape, warm_shapes
+from dflash_trt.backends.padding import StepShape, decode_shape, joint_rows, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.slots import PageTables
@@ -45,20 +45,19 @@ from dflash_trt.backends.torch.loading import (
 )
 from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.backends.torch.shared_rows import SharedRows
+from dflash_trt.backends.torch.shared_rows import IdleRank, SharedRows
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.core.step_plan import StepHandle, StepPlan, TokenMasks
+from dflash_trt.core.step_plan import JointRows, StepHandle, StepPlan, TokenMasks
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.compiling import kernels_compiled_alone
 from dflash_trt.kernels.launching import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs, score_rows
-from dflash_trt.network.decoder import share_experts
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import StepState
@@ -196,11 +195,14 @@ class TorchGpuExecutor:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted."""
-        num_rows = plan.joint.num_tokens if plan.joint is not None and not plan.joint.is_decode else ()
-        if not plan.rows.num_requests and (num_rows or plan.joint is None or not plan.joint.num_requests):
+        joint = plan.joint if plan.joint is not None and any(plan.joint.num_requests) else None
+        pads = joint is not None and joint.is_decode  # as many verify blocks on all ranks
+        if not plan.rows.num_requests and not pads:
             with self.on_stream():
-                if num_rows:
-                    self._share_experts(num_rows)
+                if joint is not None:
+                    any_shape = decode_shape(1, 0)
+                    ops: Any = self._ops_of(any_shape, joint)(self._inputs(any_shape), self._resources)
+                    self._idle.run(ops, joint)
                 return self._host_memory.copied(plan.page_copies, self._device)
         shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
@@ -210,7 +212,7 @@ class TorchGpuExecutor:
             self._staging.upload()
             self._snapshots.restore(plan.restores)
             use = self._logit_use(plan, shape)
-            self._run(shape, use, num_rows)
+            self._run(shape, use, None if pads else joint)
             self._snapshots.save(plan.saves)
             if use.reader is not None:
                 use.reader.download()
@@ -339,19 +341,19 @@ class TorchGpuExecutor:
     def _inputs(self, shape: StepShape) -> StepInputs[Tensor]:
         return replace(self._staging.inputs(shape), page_table=self._tables.views(shape))
 
-    def _run(self, shape: StepShape, use: LogitUse = _SAMPLED, num_rows: tuple[int, ...] = ()) -> None:
-        """Replay what is captured of a step, and enqueue the rest. `num_rows` of all ranks, if they are not alike."""
+    def _run(self, shape: StepShape, use: LogitUse = _SAMPLED, joint: JointRows | None = None) -> None:
+        """Replay what is captured of a step, and enqueue the rest. `joint` is of ranks whose rows are not alike."""
         captured = None if use.needs_target else self._captured.get(shape)
-        launches = captured or self._launches(shape, num_rows)
+        launches = captured or self._launches(shape, joint)
         replaced = {} if use.is_none else {SAMPLING: partial(launches.sample, use)}
         key = shape if captured is not None else None
         self.graphs.run(key, *launches.parts, replaced=replaced)
 
-    def _launches(self, shape: StepShape, num_rows: tuple[int, ...] = ()) -> StepLaunches:
+    def _launches(self, shape: StepShape, joint: JointRows | None = None) -> StepLaunches:
         outputs, drafts = self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
         make_ops = partial(
-            self._ops_of(shape, num_rows),
+            self._ops_of(shape, joint),
             resources=self._resources,
             outputs=outputs,
             slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
@@ -372,21 +374,18 @@ class TorchGpuExecutor:
         )
         return StepLaunches(self.network, self._state, memory, num_draft_tokens=shape.num_draft_tokens)
 
-    def _share_experts(self, num_rows: tuple[int, ...]) -> None:
-        """The part of a rank without rows in a step whose ranks have `num_rows`."""
-        shape = decode_shape(1, 0)
-        ops: Any = self._ops_of(shape, num_rows)(self._inputs(shape), self._resources)
-        no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype, device=self._device)
-        share_experts(ops, self.network.target_weights, no_rows)
-
-    def _ops_of(self, shape: StepShape, num_rows: tuple[int, ...] = ()) -> Callable[..., TorchGpuOps]:
-        """Makes the ops of a step; ranks with requests of their own share the rows of experts alone."""
+    def _ops_of(self, shape: StepShape, joint: JointRows | None = None) -> Callable[..., TorchGpuOps]:
+        """Makes the ops of a step; ranks with requests of their own exchange rows alone."""
         num_ranks, make = self.network.mapping.dp_size, partial(self._make_ops, num_draft_tokens=shape.num_draft_tokens)
         if num_ranks == 1:
             return partial(make, ranks=self._ranks)
-        num_rows = num_rows or (shape.num_tokens,) * num_ranks
-        shared = SharedRows(ranks=self._ranks, num_rows=num_rows, is_in_order=self.is_deterministic)
+        joint = joint or joint_rows(shape, num_ranks)
+        shared = SharedRows(ranks=self._ranks, joint=joint, is_in_order=self.is_deterministic)
         return partial(make, shared_rows=shared)
+
+    @cached_property
+    def _idle(self) -> IdleRank:
+        return IdleRank(self.network, self._state, self._dtype)
 
     def _splits(self, max_rows: int) -> FixedSplits:
         limits = self.limits
@@ -416,6 +415,7 @@ class TorchGpuExecutor:
         self.wait()
         for name in (
             "network",
+            "_idle",
             "graphs",
             "_captured",
             "_state",
@@ -427,7 +427,7 @@ class TorchGpuExecutor:
             "_results",
             "_rules",
         ):
-            del vars(self)[name]
+            vars(self).pop(name, None)
         if self._stream is not None:
             torch.cuda.empty_cache()
 

@@ -54,7 +54,16 @@ from dflash_trt.kernels.rope_and_pages_launch import (
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Acceptance, DeltaParameters, Experts, KvDestination, Linear, Rows, StepInputs
+from dflash_trt.network.ops import (
+    Acceptance,
+    DeltaParameters,
+    ExchangedRows,
+    Experts,
+    KvDestination,
+    Linear,
+    Rows,
+    StepInputs,
+)
 from dflash_trt.network.state import Cache, LatentCache, RecurrentCache
 
 
@@ -86,7 +95,11 @@ class TorchGpuOps(DrafterOps):
         self._query_factors: dict[QueryTemperature, Tensor] = {}  # float32 [T, 1, 1]
 
     def embedding(self, table: Value, token_ids: Value, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(tensor_of(token_ids), tensor_of(table))
+        ids, weight = tensor_of(token_ids), tensor_of(table)
+        if self._shared_rows is None:
+            rows = F.embedding(ids, weight)
+        else:
+            rows = self._shared_rows.part_of_embedding(weight, ids)
         return rows if scale == 1.0 else rows * _rounded(scale, rows.dtype)
 
     def linear(self, x: Value, linear: Linear[Any]) -> Tensor:
@@ -371,14 +384,16 @@ class TorchGpuOps(DrafterOps):
     def all_reduce(self, x: Value) -> Tensor:
         return self._ranks.all_reduce(tensor_of(x))
 
-    def all_gather_vocab(self, logits: Value) -> Tensor:
-        return self._ranks.all_gather_columns(tensor_of(logits))
+    def all_gather_vocab(self, logits: Value, exchanged: ExchangedRows) -> Tensor:
+        if self._shared_rows is None:
+            return self._ranks.all_gather_columns(tensor_of(logits))
+        return self._shared_rows.own_rows(tensor_of(logits), exchanged)
 
-    def all_gather_rows(self, x: Value) -> Value:
-        return x if self._shared_rows is None else self._shared_rows.all_gather(tensor_of(x))
+    def all_gather_rows(self, x: Value, exchanged: ExchangedRows) -> Value:
+        return x if self._shared_rows is None else self._shared_rows.all_gather(tensor_of(x), exchanged)
 
-    def reduce_scatter_rows(self, x: Value) -> Value:
-        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(tensor_of(x))
+    def reduce_scatter_rows(self, x: Value, exchanged: ExchangedRows) -> Value:
+        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(tensor_of(x), exchanged)
 
 
 @cached

@@ -20,7 +20,7 @@ from dflash_trt.backends.torch.logprobs import LogprobsReader
 from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.kernels.row_copies_launch import RowCopies
 from dflash_trt.network.decoder import TargetRun
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.ops import Acceptance, ExchangedRows, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.state import StepState
 from dflash_trt.network.step import Network, logits_at, read_logits, run_drafter, run_layers
@@ -76,7 +76,8 @@ class StepLaunches:
         inputs = self._memory.assemble()
         self._ops = self._memory.make_ops(inputs)
         self._target = run_layers(self._ops, self._network, inputs, self._state)
-        self._logits = tensor_of(logits_at(self._ops, self._network, self._target.hidden, inputs.logit_rows))
+        hidden, exchanged = self._target.hidden, ExchangedRows(self._num_draft_tokens + 1)
+        self._logits = tensor_of(logits_at(self._ops, self._network, hidden, inputs.logit_rows, exchanged))
 
     def sample(self, use: LogitUse | None = None) -> None:
         use, inputs = use or LogitUse(), self._memory.inputs()

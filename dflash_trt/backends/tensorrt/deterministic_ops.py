@@ -41,7 +41,7 @@ class DeterministicTrtOps(TrtOps):
             return self.rms_norm(x, weight, eps)
         weights = [self._ones(size)] * self._collectives.num_ranks
         weights[self._rank] = layers.cast(layers.tensor(weight), "float32")
-        normed = self._normed_rows(self.all_gather_vocab(x), layers.concat(weights, 0), eps)
+        normed = self._normed_rows(self.gathered_columns(x), layers.concat(weights, 0), eps)
         return layers.slice(normed, 1, self._rank * size, size)
 
     def _normed_rows(self, x: ITensor, weight: ITensor, eps: float) -> ITensor:
@@ -58,6 +58,6 @@ class DeterministicTrtOps(TrtOps):
         if self._collectives is None:
             return x
         layers, size = self._layers, x.shape[-1]
-        joined = layers.cast(self.all_gather_vocab(x), "float32")
+        joined = layers.cast(self.gathered_columns(x), "float32")
         parts = [layers.slice(joined, 1, rank * size, size) for rank in range(self._collectives.num_ranks)]
         return layers.cast_like(reduce(lambda a, b: layers.binary("SUM", a, b), parts), x)

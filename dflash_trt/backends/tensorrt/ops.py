@@ -25,6 +25,7 @@ from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
     DeltaParameters,
+    ExchangedRows,
     Experts,
     KvDestination,
     Linear,
@@ -282,18 +283,22 @@ class TrtOps(DrafterOps, LatentOps):
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)
 
-    def all_gather_rows(self, x: ITensor) -> ITensor:
+    def all_gather_rows(self, x: ITensor, exchanged: ExchangedRows) -> ITensor:
         return x  # `BuildConfig` refuses ranks with requests of their own
 
-    def reduce_scatter_rows(self, x: ITensor) -> ITensor:
+    def reduce_scatter_rows(self, x: ITensor, exchanged: ExchangedRows) -> ITensor:
         return x
 
-    def all_gather_vocab(self, logits: ITensor) -> ITensor:
+    def all_gather_vocab(self, logits: ITensor, exchanged: ExchangedRows) -> ITensor:
+        return self.gathered_columns(logits)
+
+    def gathered_columns(self, x: ITensor) -> ITensor:
+        """[N, C] of each rank -> [N, ranks * C]."""
         if self._collectives is None:
-            return logits
-        layers, shard, num_ranks = self._layers, logits.shape[-1], self._collectives.num_ranks
-        rows = layers.dim(logits, 0)
-        by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
+            return x
+        layers, shard, num_ranks = self._layers, x.shape[-1], self._collectives.num_ranks
+        rows = layers.dim(x, 0)
+        by_rank = layers.reshape(self._collectives.all_gather(x), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
 
 

@@ -36,22 +36,23 @@ from dflash_trt.backends.torch.native.slots import NativeSlots
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.sampling import AdjustScores, adjustment
-from dflash_trt.backends.torch.shared_rows import SharedRows
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.backends.torch.shared_rows import IdleRank, SharedRows
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import (
     ExecutorLimits,
     FinishedStep,
+    JointRows,
     PageCopies,
     PageCopyError,
     StepPlan,
     StepResult,
     TokenMasks,
 )
-from dflash_trt.network.decoder import TargetRun, share_experts
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.decoder import TargetRun
+from dflash_trt.network.ops import Acceptance, ExchangedRows, StepInputs
 from dflash_trt.network.step import (
     LogitsReader,
     Network,
@@ -139,6 +140,7 @@ class TorchExecutor:
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             page_windows=page_plan.page_windows,
         )
+        self._idle = IdleRank(self.network, self._state, dtype)
         self._snapshots = SlotSnapshots(self._state.slots, first_slot=max_batch_size + 1)
         self._host_memory = HostMemory(
             self._state.paged, self.limits, slots=self._state.slots, is_shared=self._ranks.num_ranks > 1
@@ -192,9 +194,8 @@ class TorchExecutor:
         shape = self._shapes.of(plan)
         self._copy_pages(plan.page_copies)
         if not plan.rows.num_requests:
-            if plan.joint is not None and plan.joint.num_requests:
-                no_rows = torch.empty(0, self.network.target.hidden_size, dtype=self._dtype)
-                share_experts(self._ops_of_no_step(plan.joint.num_tokens), self.network.target_weights, no_rows)
+            if plan.joint is not None and any(plan.joint.num_requests):
+                self._idle.run(self._ops_of_no_step(plan.joint), plan.joint)
             return StepResult.of_no_rows()
         packed, inputs = self._inputs.pack(plan, shape, self._slots)
         if self._programs is not None and self._is_repeatable(plan, inputs):
@@ -209,7 +210,7 @@ class TorchExecutor:
             adjust=adjust,
             masks=plan.masks,
             slot_ids=packed.slot_ids,
-            rank_tokens=plan.joint.num_tokens if plan.joint else (),
+            joint=plan.joint,
         )
         outputs = self._outputs(ops, inputs, reader)
         ops.store_states()
@@ -258,7 +259,9 @@ class TorchExecutor:
 
         def run_target() -> tuple[TargetRun[Tensor], Tensor]:
             target = run_layers(ops, self.network, inputs, self._state)
-            return target, logits_at(ops, self.network, target.hidden, inputs.logit_rows)
+            return target, logits_at(
+                ops, self.network, target.hidden, inputs.logit_rows, ExchangedRows(ops.num_draft_tokens + 1)
+            )
 
         target, logits = ops.replayed("target", run_target)
         return target, accept(ops, self.network, target, logits, reader)
@@ -283,7 +286,8 @@ class TorchExecutor:
         logits = []
         for batch in sequence_batches(token_ids, self.limits):
             inputs = step_inputs(batch, page_windows=self.limits.page_windows)
-            ops = self._ops(inputs, num_draft_tokens=0, rank_tokens=(batch.num_tokens,) * self.network.mapping.dp_size)
+            joint = JointRows.of([plan_of(batch)] * self.network.mapping.dp_size)
+            ops = self._ops(inputs, num_draft_tokens=0, joint=joint)
             logits.append(sequence_logits(ops, self.network, inputs, self._state))
         return torch.cat(logits)
 
@@ -298,13 +302,13 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
-        for name in ("network", "_make_ops", "_programs", "_context", "_state", "_snapshots", "_host_memory"):
+        for name in ("network", "_make_ops", "_programs", "_context", "_idle", "_state", "_snapshots", "_host_memory"):
             vars(self).pop(name, None)
 
-    def _ops_of_no_step(self, rank_tokens: tuple[int, ...] = ()) -> TorchOps:
+    def _ops_of_no_step(self, joint: JointRows | None = None) -> TorchOps:
         """Ops that are given other rows than the step's own."""
         inputs = step_inputs(_ANY_BATCH, page_windows=self.limits.page_windows)
-        return self._ops(inputs, num_draft_tokens=0, rank_tokens=rank_tokens)
+        return self._ops(inputs, num_draft_tokens=0, joint=joint)
 
     def _ops(
         self,
@@ -314,7 +318,7 @@ class TorchExecutor:
         adjust: AdjustScores | None = None,
         masks: TokenMasks | None = None,
         slot_ids: Tensor | None = None,
-        rank_tokens: tuple[int, ...] = (),
+        joint: JointRows | None = None,
     ) -> TorchOps:
         return self._make_ops(
             inputs,
@@ -322,7 +326,7 @@ class TorchExecutor:
             page_size=self.limits.page_size,
             num_draft_tokens=num_draft_tokens,
             ranks=self._ranks,
-            shared_rows=None if self._shared is None else self._shared(num_rows=rank_tokens),
+            shared_rows=None if self._shared is None else self._shared(joint=joint),
             adjust=adjust,
             masks=masks,
             slot_ids=slot_ids,

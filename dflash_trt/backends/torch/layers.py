@@ -68,7 +68,7 @@ def prepared(
         dtype=dtype,
         on_read=on_read,
     )
-    return map_parts(linears, Layer, _with_scaled_norms)
+    return map_parts(linears, Layer, partial(_with_scaled_norms, exchanges_rows=network.mapping.dp_size > 1))
 
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
@@ -99,13 +99,14 @@ def _joined_rows(linears: tuple[Linear[Tensor], ...]) -> Linear[Tensor] | None:
     return Linear(weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
 
 
-def _with_scaled_norms(layer: Layer[Tensor]) -> Layer[Tensor]:
+def _with_scaled_norms(layer: Layer[Tensor], *, exchanges_rows: bool) -> Layer[Tensor]:
+    """Normed rows that other ranks read have no scale of this rank's."""
     if not layer.feeds_norms_to_linears:
         return layer
     if isinstance(layer.mixer, JoinedGqa):
         norm, qkv = _scaled(layer.attention_norm, layer.mixer.projections[0])
         layer = replace(layer, attention_norm=norm, mixer=replace(layer.mixer, projections=(qkv,)))
-    if isinstance(layer.feed_forward, Mlp):
+    if isinstance(layer.feed_forward, Mlp) and not exchanges_rows:
         norm, gate_up = _scaled(layer.mlp_norm, layer.feed_forward.gate_up)
         layer = replace(layer, mlp_norm=norm, feed_forward=replace(layer.feed_forward, gate_up=gate_up))
     return layer

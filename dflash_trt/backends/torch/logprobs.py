@@ -36,7 +36,6 @@ class LogprobsReader:
     """Implements `network.step.LogitsReader` for one step; results stay on the device until read."""
 
     def __init__(self, plan: StepPlan, device: torch.device | None, score: ScoreRows) -> None:
-        """`plan.has_logprobs` holds."""
         self._score = score
         self._num_requests, self._width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
         self._top_rows, self._top_parts = plan.top_rows, _top_parts(plan, self._width, device)
@@ -46,6 +45,9 @@ class LogprobsReader:
         if plan.prompt_rows is not None:
             self.prompt_parts = _parts(torch.from_numpy(plan.prompt_rows.token_rows).int()[:, None], device)
             self._next_tokens = _parts(torch.from_numpy(plan.prompt_rows.next_tokens), device)
+        if plan.joint is not None:  # other ranks read more prompts, with a row of this one each time
+            num_more = plan.joint.num_prompt_parts - len(self.prompt_parts)
+            self.prompt_parts = [*self.prompt_parts, *[upload(torch.zeros(1, 1).int(), device)] * num_more]
         self._top: tuple[Tensor, ...] | None = None
         self._prompt: list[tuple[Tensor, ...]] = []
 
@@ -56,7 +58,8 @@ class LogprobsReader:
             self._top = tuple(map(torch.cat, zip(*found, strict=True)))
 
     def read_prompt(self, logits: Tensor) -> None:
-        assert self._prompt_rows is not None
+        if self._prompt_rows is None or len(self._prompt) == len(self._next_tokens):
+            return
         tokens = self._next_tokens[len(self._prompt)]
         *top, of_tokens = self._score(logits, self._prompt_rows.num_top_logprobs, tokens=tokens)
         assert of_tokens is not None
@@ -106,8 +109,9 @@ def score_rows(
 def logprobs_reader(
     plan: StepPlan, device: torch.device | None = None, score: ScoreRows = score_rows
 ) -> LogprobsReader | None:
-    """None for a step that asks for nothing."""
-    return LogprobsReader(plan, device, score) if plan.has_logprobs else None
+    """None for a step that asks for nothing on any rank."""
+    reads_prompts = plan.joint is not None and plan.joint.num_prompt_parts > 0
+    return LogprobsReader(plan, device, score) if plan.has_logprobs or reads_prompts else None
 
 
 def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # float32 [N, V] -> int32, float32 [N, num]

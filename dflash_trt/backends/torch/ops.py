@@ -40,6 +40,7 @@ from dflash_trt.network.ops import (
     Acceptance,
     Codebooks,
     DeltaParameters,
+    ExchangedRows,
     Experts,
     KvDestination,
     Linear,
@@ -137,7 +138,10 @@ class TorchOps:
         return self._num_draft_tokens
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
-        rows = F.embedding(token_ids, table)
+        if self._shared_rows is None:
+            rows = F.embedding(token_ids, table)
+        else:
+            rows = self._shared_rows.part_of_embedding(table, token_ids)
         return rows if scale == 1.0 else rows.mul_(_constant(scale, rows.dtype))
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
@@ -419,11 +423,13 @@ class TorchOps:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ranks.all_reduce(x)
 
-    def all_gather_vocab(self, logits: Tensor) -> Tensor:
-        return self._ranks.all_gather_columns(logits)
+    def all_gather_vocab(self, logits: Tensor, exchanged: ExchangedRows) -> Tensor:
+        if self._shared_rows is None:
+            return self._ranks.all_gather_columns(logits)
+        return self._shared_rows.own_rows(logits, exchanged)
 
-    def all_gather_rows(self, x: Tensor) -> Tensor:
-        return x if self._shared_rows is None else self._shared_rows.all_gather(x)
+    def all_gather_rows(self, x: Tensor, exchanged: ExchangedRows) -> Tensor:
+        return x if self._shared_rows is None else self._shared_rows.all_gather(x, exchanged)
 
-    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(x)
+    def reduce_scatter_rows(self, x: Tensor, exchanged: ExchangedRows) -> Tensor:
+        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(x, exchanged)

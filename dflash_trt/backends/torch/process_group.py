@@ -59,6 +59,10 @@ class RankGroup(Protocol):
         """The sum over the ranks of [sum, C] -> the `num_rows[r]` rows of this one; may be written into `x`."""
         ...
 
+    def all_to_all_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """Columns [sum, C] of each rank for all rows -> all columns [n, ranks * C] of the `num_rows[r]` of this one."""
+        ...
+
     def smallest(self, number: int) -> int:
         """Minimum over the ranks' numbers."""
         ...
@@ -83,6 +87,9 @@ class OneRank:
         return x
 
     def reduce_scatter_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        return x
+
+    def all_to_all_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
         return x
 
     def smallest(self, number: int) -> int:
@@ -169,8 +176,7 @@ class ProcessRanks:
         num_rows, num_columns = x.shape
         gathered = x.new_empty(self.num_ranks * num_rows, num_columns)
         self._exchange(self._group._allgather_base, gathered, x.contiguous())
-        by_rank = gathered.view(self.num_ranks, num_rows, num_columns)
-        return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks next to each other
+        return self._columns_of_ranks(gathered)
 
     def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
         most = max(num_rows)
@@ -190,6 +196,19 @@ class ProcessRanks:
             return own
         start = sum(num_rows[: self.rank])
         return self.all_reduce(x)[start : start + count]
+
+    def all_to_all_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        count = num_rows[self.rank]
+        by_rank = x.new_empty(self.num_ranks * count, x.shape[1])
+        sizes = ([count] * self.num_ranks, list(num_rows)) if len(set(num_rows)) > 1 else ([], [])
+        self._exchange(self._group.alltoall_base, by_rank, x.contiguous(), *sizes)
+        return self._columns_of_ranks(by_rank)
+
+    def _columns_of_ranks(self, x: Tensor) -> Tensor:
+        """[ranks * N, C], rank 0's rows first -> [N, ranks * C]."""
+        num_rows, num_columns = len(x) // self.num_ranks, x.shape[1]
+        by_rank = x.view(self.num_ranks, num_rows, num_columns)
+        return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)
 
     def smallest(self, number: int) -> int:
         tensor = torch.tensor([number], device=self.device)

@@ -16,7 +16,7 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import LayerState
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, embedding_table, row_sharded
 
 MAX_LAYERS = 1000
 
@@ -58,16 +58,6 @@ class LayerSpec(Frozen):
         return norms | mixer | self.feed_forward.weights(prefix, hidden_size)
 
     @property
-    def sharded_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by name."""
-        return self.mixer.sharded_sizes | self.feed_forward.sharded_sizes
-
-    @property
-    def replicated_sizes(self) -> dict[str, int]:
-        """See `Mixer.replicated_sizes`."""
-        return self.mixer.replicated_sizes
-
-    @property
     def moe(self) -> Moe | None:
         """The feed-forward, if it is a mixture of experts."""
         return self.feed_forward if isinstance(self.feed_forward, Moe) else None
@@ -86,7 +76,7 @@ class PerLayerEmbedding(Frozen):
     def weights(self, prefix: str, hidden_size: int, num_layers: int) -> WeightTable:
         width = num_layers * self.size
         return {
-            f"{prefix}.embedding": WeightSpec(shape=(self.vocab_size, width)),
+            f"{prefix}.embedding": embedding_table(self.vocab_size, width),
             f"{prefix}.projection": WeightSpec(shape=(width, hidden_size)),
             f"{prefix}.norm": WeightSpec(shape=(self.size,)),
         }
@@ -213,14 +203,14 @@ class TargetSpec(DecoderSpec):
 
     def weights(self) -> WeightTable:
         """Canonical names of the target: `target.*`."""
-        table: WeightTable = {"target.embedding": WeightSpec(shape=(self.vocab_size, self.hidden_size))}
+        table: WeightTable = {"target.embedding": embedding_table(self.vocab_size, self.hidden_size)}
         if self.per_layer_embedding is not None:
             table |= self.per_layer_embedding.weights("target.per_layer", self.hidden_size, self.num_layers)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"target.layers.{i}", self.hidden_size)
         table["target.norm"] = WeightSpec(shape=(self.hidden_size,))
         if not self.is_embedding_tied:
-            table["target.lm_head"] = row_sharded((self.vocab_size, self.hidden_size))
+            table["target.lm_head"] = row_sharded((self.vocab_size, self.hidden_size), divided_by="all")
         if self.has_offset_norms:
             table |= {name: replace(table[name], is_float32=True) for name in table if is_offset_norm(name)}
         return table

@@ -23,7 +23,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mtp import MtpHead
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, embedding_table, extra_heads, row_sharded
 
 _MAX_BLOCK_SIZE = 1024
 # The target rarely samples beyond the drafter's most likely tokens: docs/benchmarks.md compares other numbers.
@@ -208,9 +208,9 @@ class DraftSpec(DecoderSpec):
                 table[f"draft.layers.{i}.q"] = replace(q, shape=(q.shape[0], attended))
         table |= self._parts() | {"draft.norm": WeightSpec(shape=(hidden,))}
         if self.has_own_embedding:
-            table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
+            table["draft.embedding"] = embedding_table(self.target_vocab_size, hidden)
         if self.draft_vocab_size is not None:
-            table["draft.lm_head"] = row_sharded((self.draft_vocab_size, hidden))
+            table["draft.lm_head"] = row_sharded((self.draft_vocab_size, hidden), divided_by="all")
             table["draft.draft_to_target"] = WeightSpec(shape=(self.draft_vocab_size,), is_integer=True)
         if self.mtp is not None and self.mtp.has_offset_norms:
             table |= {name: replace(table[name], is_float32=True) for name in table if is_offset_norm(name)}
@@ -264,5 +264,5 @@ def engine_weights(target: TargetSpec, draft: DraftSpec | None, quantization: Qu
     """Canonical weights of an engine, with the copies of the head that quantization adds."""
     table = target.weights() | (draft.weights() if draft else {})
     for name in extra_heads(table, quantization.linears if quantization else ()):
-        table[name] = row_sharded((target.vocab_size, target.hidden_size))
+        table[name] = row_sharded((target.vocab_size, target.hidden_size), divided_by="all")
     return table

@@ -1,7 +1,6 @@
 """Feed-forward kinds of a layer: a gated MLP, or a mixture of experts."""
 
-from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -26,25 +25,38 @@ class Dense(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by name."""
+        """Sizes that all ranks divide, by name."""
         return {"intermediate_size": self.intermediate_size}
 
+    num_inputs: ClassVar[int] = 1  # tensors [N, H] that ranks with requests of their own gather
+    num_sums: ClassVar[int] = 1  # over ranks
+
     def moved_features(self, hidden_size: int, mapping: Mapping) -> int:
-        """Elements per token that a rank writes and reads once between input and output."""
+        """Elements per token that a rank writes and reads once between input and output.
+
+        A rank computes as much for the rows of others as they for its own.
+        """
         return 3 * (self.intermediate_size // mapping.tp_size)
 
-    held_features = moved_features  # at once, between input and output
+    def held_features(self, hidden_size: int, mapping: Mapping) -> int:
+        """Elements per token that a rank holds at once between input and output."""
+        return self.moved_features(hidden_size, mapping) + gathered_features(hidden_size, mapping)
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
         ffn = self.intermediate_size
         table = {
-            f"{prefix}.gate_up": row_sharded((2 * ffn, hidden_size), (ffn, ffn)),
-            f"{prefix}.down": WeightSpec(shape=(hidden_size, ffn), sharding="columns"),
+            f"{prefix}.gate_up": row_sharded((2 * ffn, hidden_size), (ffn, ffn), divided_by="all"),
+            f"{prefix}.down": WeightSpec(shape=(hidden_size, ffn), sharding="columns", divided_by="all"),
         }
         if self.has_bias:
-            table[f"{prefix}.gate_up_bias"] = row_sharded((2 * ffn,), (ffn, ffn))
+            table[f"{prefix}.gate_up_bias"] = row_sharded((2 * ffn,), (ffn, ffn), divided_by="all")
             table[f"{prefix}.down_bias"] = WeightSpec(shape=(hidden_size,))
         return table
+
+
+def gathered_features(hidden_size: int, mapping: Mapping) -> int:
+    """Elements per token of the rows of all ranks with requests of their own, and of their results."""
+    return 2 * mapping.dp_size * hidden_size if mapping.dp_size > 1 else 0
 
 
 class Moe(Frozen):
@@ -124,6 +136,15 @@ class Moe(Frozen):
         """Size of the shared expert; `Mapping.ep_size` divides `num_experts`, `moe_tp_size` their own size."""
         return {} if self.shared_size is None else {"shared_size": self.shared_size}
 
+    @property
+    def num_inputs(self) -> int:
+        """See `Dense`: of MLP, experts and router."""
+        return 3 if self.has_own_norms else 1
+
+    @property
+    def num_sums(self) -> int:
+        return 2 if self.has_own_norms else 1
+
     def moved_features(self, hidden_size: int, mapping: Mapping) -> int:
         """See `Dense`. A rank that shares the experts of others' rows computes as much for them as they for it."""
         shared_rows = max(1, mapping.dp_size // mapping.ep_size)
@@ -134,8 +155,8 @@ class Moe(Frozen):
         of_shared = mapping.dp_size * 3 * (self.shared_size or 0) // mapping.num_expert_ranks
         sums = (self.shared_size is not None) + 2 * self.has_own_norms
         of_chosen = mapping.dp_size * self._chosen_features(hidden_size, mapping)
-        gathered = 2 * mapping.dp_size * hidden_size if mapping.dp_size > 1 else 0  # rows and results of all ranks
-        return mapping.dp_size * self.num_experts + max(of_chosen, of_shared) + gathered + sums * hidden_size
+        of_all = mapping.dp_size * self.num_experts + gathered_features(hidden_size, mapping)
+        return max(of_chosen, of_shared) + of_all + sums * hidden_size
 
     def _chosen_features(self, hidden_size: int, mapping: Mapping) -> int:
         return self.num_experts_per_token * (self.intermediate_size // mapping.moe_tp_size + hidden_size)
@@ -163,8 +184,7 @@ class Moe(Frozen):
         if self.has_choice_bias:
             table[f"{prefix}.router_choice_bias"] = WeightSpec(shape=(experts,), is_float32=True)
         if self.shared is not None:
-            shared = self.shared.weights(f"{prefix}.shared", hidden_size)
-            table |= {name: replace(spec, is_beside_experts=not self.has_own_norms) for name, spec in shared.items()}
+            table |= self.shared.weights(f"{prefix}.shared", hidden_size)
         if self.has_shared_gate:
             table[f"{prefix}.shared_gate"] = WeightSpec(shape=(1, hidden_size))
         if self.routing == "scaled_softmax_top_k":

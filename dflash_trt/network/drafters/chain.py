@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, rope_tables
 from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, T, TokenBlocks
+from dflash_trt.network.ops import OF_TOKENS, Acceptance, ExchangedRows, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import Cache, StepState
+from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class ChainDrafter(DrafterWeights[T], ABC):
         """Features [T, H] of the step's tokens."""
 
     @abstractmethod
-    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
+    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T, exchanged: ExchangedRows) -> tuple[T, T]:
         """The residual stream before the layer's attention [N, H], and the input of its projections."""
 
     @property
@@ -54,7 +55,7 @@ class ChainDrafter(DrafterWeights[T], ABC):
         """Write the features of the step's tokens, and K/V of the accepted ones."""
         assert state.draft_features is not None
         before = ops.previous_rows(self.context_features(ops, target), target.rows, state.draft_features)
-        _, x = self.layer_inputs(ops, token_ids, before)
+        _, x = self.layer_inputs(ops, token_ids, before, OF_TOKENS)
         [cache], [rope] = state.draft_kv, rope_tables(ops, self.layers, target.rows)
         k_norm = self.layer.mixer.k_norm
         destination = KvDestination(cache=cache, k_norm=k_norm, eps=self.spec.rms_norm_eps, rope=rope)
@@ -76,7 +77,7 @@ class ChainDrafter(DrafterWeights[T], ABC):
             hidden = self._run_layer(ops, blocks, ops.stack_slots(features), state.draft_kv[0], num_slots=slot + 1)
             normed = ops.rms_norm(hidden, self.norm, eps)
             features.append(normed if self.has_normed_features else hidden)
-            logits = ops.all_gather_vocab(ops.linear(normed, self.lm_head))
+            logits = head_logits(ops, normed, self.lm_head, ExchangedRows(per_request=1))
             options = {"draft_topk": self.spec.draft_topk, "first_slot": slot + 1}
             drafts.append(ops.draft_tokens(logits, acceptance, self.draft_to_target, **options))
         return joined(ops, drafts)
@@ -84,11 +85,11 @@ class ChainDrafter(DrafterWeights[T], ABC):
     def _run_layer(self, ops: Ops[T], blocks: TokenBlocks[T], features: T, cache: Cache[T], *, num_slots: int) -> T:
         """The output [R, H] of the last slots."""
         layer, eps = self.layer, self.spec.rms_norm_eps
-        residual, x = self.layer_inputs(ops, blocks.token_ids, features)
+        residual, x = self.layer_inputs(ops, blocks.token_ids, features, ExchangedRows(num_slots))
         [rope] = rope_tables(ops, self.layers, blocks.rows)
         mixed = ops.all_reduce(layer.mixer.run(ops, x, blocks.rows, cache, rope=rope, eps=eps))
         hidden = ops.last_slot(ops.add(residual, mixed), num_slots)
-        return ops.add(hidden, layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps))
+        return ops.add(hidden, layer.feed_forward.run(ops, hidden, layer.mlp_norm, eps, ExchangedRows(per_request=1)))
 
 
 def bind_chain(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from itertools import accumulate
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, last_of, rope_tables, run_layers
 from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, T, TokenBlocks
+from dflash_trt.network.ops import Acceptance, ExchangedRows, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
+from dflash_trt.network.vocabulary import embedded, head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,22 +49,30 @@ class DFlashDrafter(DrafterWeights[T]):
         need it. It is left out of sampled drafts, too, which costs acceptance and changes no distribution.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = ops.without_first(self.run_block(ops, blocks, state))
+        hidden = ops.without_first(self.run_block(ops, blocks, state, ExchangedRows(num_draft_tokens + 1)))
         hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
-        logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
+        logits = head_logits(ops, hidden, self.lm_head, ExchangedRows(num_draft_tokens))
         if self.spec.logit_softcap is not None:
             logits = ops.softcap(logits, self.spec.logit_softcap)
         return ops.draft_tokens(logits, acceptance, self.draft_to_target, draft_topk=self.spec.draft_topk)
 
-    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T]) -> T:
+    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T], slots: ExchangedRows) -> T:
         """The output [R*S, H] of the last layer."""
         # No name keeps the first layer's input: it ends with that layer.
-        outputs = run_layers(ops, self.spec, self.layers, self.embedded(ops, blocks), blocks.rows, state.draft_kv)
+        outputs = run_layers(
+            ops,
+            self.spec,
+            self.layers,
+            self.embedded_slots(ops, blocks, slots),
+            blocks.rows,
+            state.draft_kv,
+            exchanged=slots,
+        )
         return last_of(outputs)
 
-    def embedded(self, ops: Ops[T], blocks: TokenBlocks[T]) -> T:
+    def embedded_slots(self, ops: Ops[T], blocks: TokenBlocks[T], slots: ExchangedRows) -> T:
         """The input of the first layer."""
-        hidden = ops.embedding(self.embedding, blocks.token_ids, self.embedding_scale)
+        hidden = embedded(ops, self.embedding, blocks.token_ids, self.embedding_scale, slots)
         return ops.scale(hidden, self.spec.input_embedding_scale)
 
 

@@ -13,10 +13,11 @@ from dflash_trt.network.decoder import TargetWeights, rope_tables
 from dflash_trt.network.drafters import dflash
 from dflash_trt.network.drafters.base import DraftLayer
 from dflash_trt.network.feed_forward import Mlp
-from dflash_trt.network.ops import Acceptance, Codebooks, Linear, Ops, Rows, T, TokenBlocks
+from dflash_trt.network.ops import Acceptance, Codebooks, ExchangedRows, Linear, Ops, Rows, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors, parts_of
 from dflash_trt.network.state import Cache, StepState
+from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,31 +68,35 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
     ) -> Proposal[T]:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = ops.without_first(self.run_block(ops, blocks, state))
+        hidden = ops.without_first(self.run_block(ops, blocks, state, ExchangedRows(num_draft_tokens + 1)))
         hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         selector = self.selector
-        logits = ops.scale(ops.all_gather_vocab(ops.linear(hidden, self.lm_head)), selector.spec.output_multiplier)
+        logits = head_logits(ops, hidden, self.lm_head, ExchangedRows(num_draft_tokens))
+        logits = ops.scale(logits, selector.spec.output_multiplier)
         if self.spec.logit_softcap is not None:
             logits = ops.softcap(logits, self.spec.logit_softcap)
         codebooks = Codebooks(predecessor=selector.predecessor, successor=selector.successor, top_k=selector.spec.top_k)
         return ops.select_tokens(logits, ops.linear(hidden, selector.hidden), codebooks, acceptance)
 
-    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T]) -> T:
+    def run_block(self, ops: Ops[T], blocks: TokenBlocks[T], state: StepState[T], slots: ExchangedRows) -> T:
         """See `DFlashDrafter`."""
-        hidden = self.embedded(ops, blocks)
+        hidden = self.embedded_slots(ops, blocks, slots)
         ropes = rope_tables(ops, self.layers, blocks.rows)
         for layer, cache, rope in zip(self.layers, state.draft_kv, ropes, strict=True):
-            hidden = self._run_layer(ops, layer, hidden, blocks.rows, cache, rope)
+            mixed = self._run_mixer(ops, layer, hidden, blocks.rows, cache, rope)
+            hidden = self._run_mlp(ops, layer, mixed, slots)
         return hidden
 
-    def _run_layer(self, ops: Ops[T], layer: ConvLayer[T], hidden: T, rows: Rows[T], cache: Cache[T], rope: Any) -> T:
+    def _run_mixer(self, ops: Ops[T], layer: ConvLayer[T], hidden: T, rows: Rows[T], cache: Cache[T], rope: Any) -> T:
         """As `network.decoder.run_layers` does, with convolutions around the sublayers."""
         eps = self.spec.rms_norm_eps
         x, filters = layer.attention_conv.before(ops, ops.rms_norm(hidden, layer.attention_norm, eps))
         mixed = layer.mixer.run(ops, x, rows, cache, rope=rope, eps=eps)
-        hidden = ops.add(hidden, layer.attention_conv.after(ops, ops.all_reduce(mixed), filters))
-        x, filters = layer.mlp_conv.before(ops, ops.rms_norm(hidden, layer.mlp_norm, eps))
-        fed = ops.all_reduce(layer.feed_forward.part(ops, x))
+        return ops.add(hidden, layer.attention_conv.after(ops, ops.all_reduce(mixed), filters))
+
+    def _run_mlp(self, ops: Ops[T], layer: ConvLayer[T], hidden: T, slots: ExchangedRows) -> T:
+        x, filters = layer.mlp_conv.before(ops, ops.rms_norm(hidden, layer.mlp_norm, self.spec.rms_norm_eps))
+        fed = layer.feed_forward.summed(ops, x, slots)
         return ops.add(hidden, layer.mlp_conv.after(ops, fed, filters))
 
 

@@ -11,10 +11,11 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.network.decoder import TargetWeights
 from dflash_trt.network.drafters import dflash
-from dflash_trt.network.ops import Acceptance, Linear, Ops, T
+from dflash_trt.network.ops import Acceptance, ExchangedRows, Linear, Ops, T
 from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors, parts_of
 from dflash_trt.network.state import StepState
+from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,10 @@ class DSparkDrafter(dflash.DFlashDrafter[T]):
         """Run the block, and walk through its slots from the anchor on."""
         from_anchor = self.heads.drafts_from_anchor
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler, drafts_from_anchor=from_anchor)
-        hidden = ops.rms_norm(self.run_block(ops, blocks, state), self.norm, self.spec.rms_norm_eps)
+        slots = ExchangedRows(num_draft_tokens + (not from_anchor))
+        hidden = ops.rms_norm(self.run_block(ops, blocks, state, slots), self.norm, self.spec.rms_norm_eps)
         drafting = hidden if from_anchor else ops.without_first(hidden)
-        logits = ops.all_gather_vocab(ops.linear(drafting, self.lm_head))
+        logits = head_logits(ops, drafting, self.lm_head, ExchangedRows(num_draft_tokens))
         embedded = ops.gather_rows(self.previous, acceptance.bonus_tokens)
         memory: T | None = None
         if self.heads.markov_type == "rnn" and not from_anchor:  # it also reads the anchor's slot

@@ -10,8 +10,9 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.network.decoder import TargetRun, TargetWeights
 from dflash_trt.network.drafters.chain import ChainDrafter, bind_chain
-from dflash_trt.network.ops import Ops, T
+from dflash_trt.network.ops import ExchangedRows, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +32,14 @@ class Eagle3Drafter(ChainDrafter[T]):
             joined = ops.rms_norm(joined, self.fc_norms[0], eps)
         return ops.linear(joined, self.fc)
 
-    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
+    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T, exchanged: ExchangedRows) -> tuple[T, T]:
         """The features [N, H], normed or not, and [N, 2H]: normed embeddings, then normed features."""
         eps = self.spec.rms_norm_eps
         # Unscaled, also of a Gemma target: heads are trained so (`speculators`), and the norm undoes any scale.
-        embedded = ops.embedding(self.embedding, token_ids)
-        embedded = ops.rms_norm(embedded, self.layer.attention_norm, eps)
+        tokens = embedded(ops, self.embedding, token_ids, 1.0, exchanged)
+        tokens = ops.rms_norm(tokens, self.layer.attention_norm, eps)
         normed = ops.rms_norm(features, self.layer.feature_norm, eps)
-        return normed if self.chain.has_normed_residual else features, ops.concat([embedded, normed])
+        return normed if self.chain.has_normed_residual else features, ops.concat([tokens, normed])
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> Eagle3Drafter[T]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetRun, TargetWeights
 from dflash_trt.network.drafters.chain import ChainDrafter, bind_chain
-from dflash_trt.network.ops import Ops, T
+from dflash_trt.network.ops import ExchangedRows, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +24,12 @@ class MtpDrafter(ChainDrafter[T]):
     def context_features(self, ops: Ops[T], target: TargetRun[T]) -> T:
         return ops.rms_norm(target.hidden, self.target_norm, self.spec.rms_norm_eps)
 
-    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
+    def layer_inputs(self, ops: Ops[T], token_ids: T, features: T, exchanged: ExchangedRows) -> tuple[T, T]:
         eps = self.spec.rms_norm_eps
-        embedded = ops.rms_norm(ops.embedding(self.embedding, token_ids), self.embedding_norm, eps)
+        tokens = embedded(ops, self.embedding, token_ids, 1.0, exchanged)
+        tokens = ops.rms_norm(tokens, self.embedding_norm, eps)
         normed = ops.rms_norm(features, self.layer.feature_norm, eps)
-        hidden = ops.linear(ops.concat([embedded, normed]), self.fc)
+        hidden = ops.linear(ops.concat([tokens, normed]), self.fc)
         return hidden, ops.rms_norm(hidden, self.layer.attention_norm, eps)
 
 

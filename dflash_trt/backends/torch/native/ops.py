@@ -165,6 +165,8 @@ class NativeOps(TorchOps):
         return self._is_greedy and self._adjust is None and self._masks is None and not self.has_fixed_shapes
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        if self._shared_rows is not None:
+            return super().embedding(table, token_ids, scale)
         return self._copied(table, token_ids, factor=scale)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:

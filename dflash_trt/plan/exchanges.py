@@ -1,0 +1,102 @@
+"""Collectives of a step: of ranks that divide each layer, or that have requests of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.engine_dir import PretrainedConfig
+
+_ID_BYTES: Final = 4
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """`count` equal collectives of `rows` x `features` elements; a rank receives `num_bytes` of all of them.
+
+    Where ranks have rows of their own, `rows` are those of all; in an all_to_all this rank's, of which each rank has
+    computed some features.
+    """
+
+    kind: Kind
+    count: int
+    rows: int
+    features: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRows:
+    """Rows of a rank in a step: its tokens and logits; in each of `num_passes` of the drafter, rows of its layers and
+    embedding, and drafts.
+    """
+
+    tokens: int
+    logits: int
+    num_passes: int
+    draft_layers: int
+    draft_embedding: int
+    drafts: int
+
+
+class Exchanges:
+    """The collectives of an engine's steps."""
+
+    def __init__(self, config: PretrainedConfig, *, has_drafter: bool) -> None:
+        self._config = config
+        self._draft = config.draft if has_drafter else None
+        self._num_ranks, self._itemsize = config.mapping.world_size, num_bytes_of(config.dtype)
+        self._others = (self._num_ranks - 1) / self._num_ranks  # part of a collective that comes from other ranks
+
+    def of(self, rows: RankRows, shared_tokens: int) -> Iterator[Exchange]:
+        """`shared_tokens` are those of all ranks with requests of their own."""
+        if self._num_ranks == 1:
+            return iter(())
+        return self._of_divided_layers(rows) if self._config.mapping.dp_size == 1 else self._joint(rows, shared_tokens)
+
+    def _of_divided_layers(self, rows: RankRows) -> Iterator[Exchange]:
+        """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits."""
+        target, draft = self._config.target, self._draft
+        yield self._exchange("all_reduce", 2 * target.num_layers, rows.tokens, target.hidden_size)
+        yield self._exchange("all_gather", 1, rows.logits, target.vocab_size)
+        if draft is not None and (passes := rows.num_passes):
+            yield self._exchange("all_reduce", 2 * passes * draft.num_layers, rows.draft_layers, draft.hidden_size)
+            yield self._exchange("all_gather", passes, rows.drafts, draft.draft_vocab_size or target.vocab_size)
+
+    def _joint(self, rows: RankRows, shared_tokens: int) -> Iterator[Exchange]:
+        """Rows of each feed-forward, embedding and head are gathered, and their sums or their logits given back."""
+        target, draft, num_ranks = self._config.target, self._draft, self._num_ranks
+        num_embedded = 1 + (draft is not None and draft.drafts_one_by_one)  # a chain embeds the step's tokens, too
+        yield from self._embedded(num_embedded, shared_tokens, target.hidden_size)
+        yield from self._fed(target, 1, shared_tokens)
+        yield from self._head(1, rows.logits, target.hidden_size, target.vocab_size)
+        if draft is not None and (passes := rows.num_passes):
+            vocab_size = draft.draft_vocab_size or target.vocab_size
+            yield from self._embedded(passes, num_ranks * rows.draft_embedding, draft.hidden_size)
+            yield from self._fed(draft, passes, num_ranks * rows.draft_layers)
+            yield from self._head(passes, rows.drafts, draft.hidden_size, vocab_size)
+
+    def _fed(self, decoder: DecoderSpec, passes: int, rows: int) -> Iterator[Exchange]:
+        gathered = sum(layer.feed_forward.num_inputs for layer in decoder.layers)
+        summed = sum(layer.feed_forward.num_sums for layer in decoder.layers)
+        yield self._exchange("all_gather", passes * gathered, rows, decoder.hidden_size)
+        yield self._exchange("reduce_scatter", passes * summed, rows, decoder.hidden_size)
+
+    def _embedded(self, count: int, rows: int, hidden_size: int) -> Iterator[Exchange]:
+        """Token ids are gathered."""
+        ids_bytes = count * rows * _ID_BYTES * self._others
+        yield Exchange(kind="all_gather", count=count, rows=rows, features=1, num_bytes=ids_bytes)
+        yield self._exchange("reduce_scatter", count, rows, hidden_size)
+
+    def _head(self, count: int, rows: int, hidden_size: int, vocab_size: int) -> Iterator[Exchange]:
+        yield self._exchange("all_gather", count, self._num_ranks * rows, hidden_size)
+        yield self._exchange("all_to_all", count, rows, vocab_size)
+
+    def _exchange(self, kind: Kind, count: int, rows: int, features: int) -> Exchange:
+        num_bytes = count * rows * features * self._others * self._itemsize * (1 + (kind == "all_reduce"))
+        return Exchange(kind=kind, count=count, rows=rows, features=features, num_bytes=num_bytes)
