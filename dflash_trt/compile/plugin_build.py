@@ -39,7 +39,7 @@ def build_plugin_library(options: Sequence[str], output: Path, *, kernels_only: 
     """
     compiler = os.environ.get("CXX") or "c++"
     raise_all(BuildError, "plugin library", list(_missing_tools(compiler)))
-    headers = None if kernels_only else _tensorrt_headers()
+    headers = None if kernels_only else tensorrt_headers()
     root, kernels = _sources(), output / "kernels"
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "plugins.aot", str(kernels), *options]
@@ -86,8 +86,8 @@ def _cuda_headers() -> Path:
     return directory
 
 
-def _tensorrt_headers() -> Path:
-    """Of TensorRT 11, where the system or TENSORRT_INCLUDE_DIR has them."""
+def tensorrt_headers() -> Path:
+    """Of TensorRT 11, where the system or TENSORRT_INCLUDE_DIR has them. Raises BuildError."""
     named = os.environ.get("TENSORRT_INCLUDE_DIR")
     system = (f"/usr/include/{platform.machine()}-linux-gnu", "/usr/include", "/usr/local/tensorrt/include")
     places = [Path(place) for place in ([named] if named else [*system, "/opt/tensorrt/include"])]
@@ -96,13 +96,21 @@ def _tensorrt_headers() -> Path:
         found = f"none in {named}" if named else "none"
         expected = f"{_HEADER} of TensorRT 11"
         raise BuildError.about("TensorRT headers", expected=expected, found=found, hint=_HEADERS_HINT)
-    version = re.search(
-        r"^#define (?:TRT_MAJOR_ENTERPRISE|NV_TENSORRT_MAJOR) (\d+)", (directory / "NvInferVersion.h").read_text(), re.M
-    )
-    if version is None or version[1] != "11":
-        found = version[1] if version else "an unknown one"
+    version = headers_version(directory)
+    if version[:1] != ("11",):
+        found = version[0] if version else "an unknown one"
         raise BuildError.about(f"TensorRT headers in {directory}", expected="version 11", found=found)
     return directory
+
+
+def headers_version(directory: Path) -> tuple[str, ...]:
+    """Major and minor version of TensorRT's headers; empty where they do not say one."""
+    text = (directory / "NvInferVersion.h").read_text()
+    found = [
+        re.search(rf"^#define (?:TRT_{part}_ENTERPRISE|NV_TENSORRT_{part}) (\d+)", text, re.M)
+        for part in ("MAJOR", "MINOR")
+    ]
+    return tuple(match[1] for match in found if match is not None)
 
 
 def _run(command: list[str]) -> None:

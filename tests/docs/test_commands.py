@@ -78,6 +78,7 @@ NOT_RUN = {
     "scripts/bench_peers": "minutes; tests/bench/test_peers.py plays the sides",
     "python -m scripts.bench_shape": "minutes, and 5 GB of disk; tests/bench/test_peers.py plays a peer",
     "scripts/build_plugin": "minutes; tests/plugins builds a small library",
+    "python -m scripts.release_plugins": "minutes; tests/plugins/test_release_plugins.py plays the compiler",
     "dflash-trt build-plugin": "minutes; tests/plugins builds a small library from a wheel's sources",
     "dflash-trt build build.yaml": "needs the Hugging Face hub; tests/trt/test_check.py checks pairs",
     "dflash-trt run qwen3-8b-trt": "needs TensorRT",
