@@ -49,6 +49,11 @@ def _supervise(options: argparse.Namespace) -> int:
             results.forget(part, ("failed",))
     installed = wheels.install(options.wheels, options.site) if options.wheels else []
     print(f"wheels unpacked: {len(installed)}", flush=True)
+    missing = wheels.missing_packages(options.part, [str(options.site), *sys.path])
+    if missing:
+        hint = "Install them with scripts/install --dev, or carry them: --fetch-wheels, then --wheels DIR."
+        print(f"error: Python: expected {', '.join(missing)}, found none. {hint}", file=sys.stderr)
+        return 1
     os.environ["PYTHONPATH"] = os.pathsep.join([str(options.site), str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONUNBUFFERED"] = "1"
     for part in options.part:

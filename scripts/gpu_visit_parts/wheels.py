@@ -5,6 +5,8 @@ Needs nothing but Python, and pip.
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 # What the parts import beyond torch, triton and numpy, which must be there.
@@ -37,3 +39,9 @@ def install(wheels: Path, site: Path) -> list[str]:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         subprocess.run([*command, "--upgrade", "--target", str(site), *map(str, found)], check=True)
     return [wheel.name for wheel in found]
+
+
+def missing_packages(parts: Sequence[int], path: Sequence[str]) -> list[str]:
+    """What these parts import and `path` lacks; tests are part 1."""
+    needed = ["numpy", "torch", "triton", *(["pytest"] if 1 in parts else [])]
+    return [name for name in needed if PathFinder.find_spec(name, path) is None]

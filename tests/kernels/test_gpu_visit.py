@@ -184,6 +184,17 @@ def test_carried_wheels_are_unpacked_without_an_index(parts: Any, tmp_path: Path
     assert (tmp_path / "site" / "carried.py").read_text() == "found = True\n"
 
 
+def test_packages_that_a_part_needs_are_named_where_they_are_missing(parts: Any, tmp_path: Path) -> None:
+    missing = parts.wheels.missing_packages
+    assert missing([1, 2, 3], sys.path) == []
+    (tmp_path / "numpy.py").touch()
+    assert missing([2], [str(tmp_path)]) == ["torch", "triton"]
+    assert missing([1, 2], [str(tmp_path)]) == ["torch", "triton", "pytest"]
+    bare = [sys.executable, "-I", "-S", SCRIPTS / "gpu_visit.py", "--part", "1", "--out", tmp_path / "out"]
+    done = subprocess.run(bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "error: Python: expected numpy, torch, triton, pytest, found none" in done.stderr
+
+
 def test_random_weights_of_every_format_keep_activations_finite(parts: Any) -> None:
     """Weights have the size of one over the root of the inputs, whatever they are stored in."""
     random = parts.models._random
