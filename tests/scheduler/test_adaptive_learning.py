@@ -93,6 +93,17 @@ def test_a_change_of_k_soon_after_another_is_free_where_the_batch_jumps(
     assert policy.choose(num_decoding) == (2 if is_free else 1)
 
 
+def test_a_batch_counts_by_its_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of it is new with each step, so that K does not follow every request that ends."""
+    policy, sizes = AdaptiveDraftLength(4, lengths=(1, 2)), list[int]()
+    monkeypatch.setattr(
+        policy, "tokens_per_second", lambda num_decoding, length: float(sizes.append(num_decoding) or 1.0)
+    )
+    for num_decoding in (10, 20, 20, 20, 20):
+        policy.choose(num_decoding)
+    assert dict.fromkeys(sizes) == {10: None, 13: None}
+
+
 @pytest.mark.parametrize(
     ("lengths", "is_measured"), [((0,), True), ((3,), False), ((0, 3), False), ((3, 3), True), ((3, 0, 3), False)]
 )
@@ -285,6 +296,23 @@ def test_catching_up_with_the_context_is_paid_for_like_a_probe(monkeypatch: pyte
     paid = first_probe()
     monkeypatch.setattr(adaptive_draft_length, "_OBSERVE_FRACTION", 0.0)
     assert 16 < first_probe() < paid < 600
+
+
+def test_only_what_came_since_the_last_drafts_is_to_be_caught_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(StepCosts, "prefill_s", lambda self, num_tokens: float(asked.append(num_tokens) or 0.0))
+    policy, num_since, num_probes = AdaptiveDraftLength(7), 0, 0
+    for _ in range(600):
+        length = policy.choose(8)
+        assert set(asked) <= {0, num_since}
+        asked.clear()
+        num_since, num_probes = (0, num_probes + 1) if length else (num_since + 8, num_probes)
+        elapsed_s = 3e-3 if length == 0 else 30e-3
+        step = observation(
+            num_draft_tokens=length, num_decoding=8, num_prefill_tokens=0, verified=(), elapsed_s=elapsed_s
+        )
+        policy.observe(step)
+    assert num_probes > 1, "otherwise the test says nothing"
 
 
 def test_a_length_is_never_taken_to_cost_more_than_a_longer_one_was_measured_to() -> None:

@@ -214,3 +214,37 @@ def test_draining_serves_them(root: Path, store: GatedDirectory) -> None:
     threading.Timer(0.1, store.gate.set).start()
     engine.loop.close(drains=True)
     assert hits(stream) == 28
+
+
+def test_closing_waits_until_what_is_being_written_is_there(root: Path, store: GatedDirectory) -> None:
+    engine = Engine(root, store)
+    engine.loop.start()
+    store.write_gate.clear()
+    for _ in range(2):
+        engine.submit("one", TALKS[3]).result(timeout_s=WAIT_S)
+    until(lambda: bool(store.writing))
+    threading.Timer(0.3, store.write_gate.set).start()
+    engine.loop.close()
+    assert all(map(store.knows, store.writing))
+
+
+def test_blocks_that_the_store_has_are_not_written_again(engine: Engine, store: GatedDirectory) -> None:
+    with patch.object(GatedDirectory, "find", return_value=[]):  # so that they are computed
+        for _ in range(2):
+            hits(engine.submit("again", TALKS[0]))
+            hits(engine.submit("new", TALKS[3]))
+    until(lambda: len(store.writing) > 6 and engine.loop.has_kept([]))
+    blocks = {engine.loop.prefix_keys(TALKS[index], salt="")[0]: index for index in (0, 3)}
+    assert {blocks.get(block.key) for block in store.writing} - {None} == {3}
+
+
+def test_a_read_that_failed_tells_nothing_of_the_speed_of_others(engine: Engine, store: GatedDirectory) -> None:
+    store.gate.set()
+    assert hits(engine.submit("first", TALKS[0])) == 28
+    transfers = engine.loop._transfers
+    assert transfers is not None
+    rate = transfers._read_rate
+    path = store._path(engine.loop.prefix_keys(TALKS[1], salt="")[2], is_state=False)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert hits(engine.submit("unlucky", TALKS[1])) == 8
+    assert rate is not None and transfers._read_rate == rate
