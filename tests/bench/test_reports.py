@@ -21,7 +21,7 @@ from dflash_trt.serving.prompts import PromptReader
 from tests.factories import make_target, make_zlab_drafter
 from tests.plan.test_machine_file import MACHINE
 
-CONTEXT_LEN = round((8 + 9 + 5) / 3 + 8 / 3 / 2)  # of the prompts below, half way through a third of 8 tokens
+CONTEXT_LEN = round((8 + 9 + 5) / 3 + 16 / 3 / 2)  # of the prompts below, half way through a third of 16 tokens
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_throughput_reports_every_policy_at_every_concurrency(engine_dir, input_
         "--rounds",
         2,
         "--max-new-tokens",
-        8,
+        16,
         "--requests-per-client",
         2,
         "--fixed-lengths",

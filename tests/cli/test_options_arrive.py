@@ -587,6 +587,7 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
         service = supervisor.arguments["service"]
         assert (service.num_replicas, service.num_workers) == (num_replicas, num_replicas + 1)
         assert service.worker.num_replicas == num_replicas + 1, "they share the machine"
+        assert service.frontend_arguments[1] == ("kv" if num_replicas > 1 else "round-robin"), "a model of its own"
         assert service.baseline == service.page.baseline == f"{engine_dir.name}-no-drafter"
     more += [["dir", "--gpus", "3,1", *apart], ["dir", *OF_NODES], ["dir", "--baseline-replica"]]
     assert options_never_set(serve, ["dir"], *more) == {"engine_dir"}

@@ -49,6 +49,8 @@ def test_the_metrics_of_every_replica_have_a_port_that_is_free() -> None:
         _check_ports(Service(worker=WORKER, num_replicas=2, port=30001, first_metrics_port=port - 2))
         with pytest.raises(ConfigError, match=f"expected 127.0.0.1:{port} free"):
             _check_ports(Service(worker=WORKER, num_replicas=3, port=30001, first_metrics_port=port - 2))
+        with pytest.raises(ConfigError, match=f"expected 127.0.0.1:{port} free"):
+            _check_ports(Service(worker=WORKER, num_replicas=2, baseline="b", port=30001, first_metrics_port=port - 2))
         with pytest.raises(ConfigError, match=r"expected no-such-address\.invalid:1 free"):
             _check_ports(Service(worker=WORKER, host="no-such-address.invalid", port=1))
 
