@@ -70,3 +70,18 @@ def test_sizes_that_ranks_cannot_divide_are_refused_with_what_they_can(targets: 
     assert "tp_size / ep_size to divide an expert's intermediate_size 64, found 3 / 1" in refusal(3, 1)
     dense = open_pair(targets / "qwen3", None).target
     assert "mapping ep_size: expected 1, for no layer has experts, found 2" in refusal(2, 2, dense)
+
+
+def test_ranks_with_requests_of_their_own_divide_the_mlp_beside_the_experts(targets: Path) -> None:
+    target = open_pair(targets / "qwen3_moe", None).target
+
+    def refusals(**fields: object) -> list[str]:
+        moe = target.moes[0].model_copy(update=fields)
+        layers = tuple(layer.model_copy(update={"feed_forward": moe}) for layer in target.layers)
+        spec = target.model_copy(update={"layers": layers})
+        return mapping_problems(spec, None, Mapping(world_size=4, dp_size=4, ep_size=4))
+
+    assert refusals() == refusals(shared_size=48) == []
+    [refusal] = refusals(shared_size=50)
+    assert refusal.startswith("mapping dp_size: expected a divisor of shared_size 50, found 4")
+    assert refusals(shared_size=50, has_own_norms=True) == [], "each rank has all of it"

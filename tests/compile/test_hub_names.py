@@ -97,6 +97,14 @@ def test_only_files_that_are_read_are_downloaded_and_once(hub: Hub, checkpoints:
     assert hub.files == []
 
 
+def test_the_hub_is_not_asked_for_tensors_that_are_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = HubName(repository=DRAFTER)
+    described = download_description(name, role="drafter")
+    download_tensors(name, described, role="drafter")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    download_tensors(name, described, role="drafter")
+
+
 def test_tensors_are_those_of_the_commit_that_the_configs_had(hub: Hub, checkpoints: Path) -> None:
     name = HubName(repository=DRAFTER)
     described = download_description(name, role="drafter")
