@@ -16,8 +16,8 @@ from dflash_trt.core.batch import ScheduledRequest, SlotMirror, WindowColumns, p
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepExecutor, StepPlan, StepResult
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.data_parallel import make_scheduler
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
-from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.stream import RequestStream
@@ -53,14 +53,18 @@ class Lockstep:
         policies: Mapping[str, DraftLengthPolicy],
         reader: PromptReader,
         *,
+        num_ranks: int = 1,
         ngram: bool = False,
     ) -> None:
-        """Prefix caching is off: a second run must not be cheaper than the first."""
+        """Prefix caching is off: a second run must not be cheaper than the first.
+
+        `num_ranks` of the executor have requests of their own.
+        """
         config = SchedulerConfig(enable_prefix_caching=False, ngram=ngram)
         self._sides = {}
         for index, (name, policy) in enumerate(policies.items()):
-            share = _Share(executor, index=index, num_shares=len(policies))
-            loop = EngineLoop(share, Scheduler(share.limits, config, policy))
+            share = _Share(executor, index=index, num_shares=len(policies), num_ranks=num_ranks)
+            loop = EngineLoop(share, make_scheduler(share.limits, config, policy, num_ranks=num_ranks))
             self._sides[name] = _Side(loop)
         self._reader = reader
 
@@ -140,14 +144,17 @@ class _Share:
 
     has_queue = False
 
-    def __init__(self, executor: StepExecutor, *, index: int, num_shares: int) -> None:
+    def __init__(self, executor: StepExecutor, *, index: int, num_shares: int, num_ranks: int) -> None:
         whole = executor.limits
         groups = tuple(replace(group, num_pages=group.num_pages // num_shares) for group in whole.page_windows)
         self.limits: ExecutorLimits = replace(whole, num_pages=whole.num_pages // num_shares, page_windows=groups)
         self._executor = executor
         self._index = index
         windows = [group.window for group in groups]
-        self._slots = SlotMirror(self.limits.max_positions, windows=windows, max_pages=self.limits.max_pages)
+        self._slots = [
+            SlotMirror(self.limits.max_positions, windows=windows, max_pages=self.limits.max_pages)
+            for _ in range(num_ranks)
+        ]
 
     @property
     def can_retry(self) -> bool:
@@ -157,12 +164,18 @@ class _Share:
         return FinishedStep(lambda: self._run(plan))
 
     def _run(self, plan: StepPlan) -> StepResult:
-        batch = self._slots.assemble(plan, page_size=self.limits.page_size)
-        requests = tuple(map(self._in_share, batch.requests))
-        plan_of_share = plan_of(replace(batch, requests=requests), max_pages=self.limits.max_pages)
-        result = self._executor.submit(plan_of_share).result()
-        self._slots.store(plan, request_results(result))
+        plans = (plan, *plan.others)
+        first, *others = map(self._plan_in_share, self._slots, plans)
+        result = self._executor.submit(replace(first, others=tuple(others))).result()
+        for slots, of_rank, own in zip(self._slots, plans, (result, *result.others), strict=True):
+            slots.store(of_rank, request_results(own))
         return result
+
+    def _plan_in_share(self, slots: SlotMirror, plan: StepPlan) -> StepPlan:
+        batch = slots.assemble(plan, page_size=self.limits.page_size)
+        requests = tuple(map(self._in_share, batch.requests))
+        made = plan_of(replace(batch, requests=requests), max_pages=self.limits.max_pages)
+        return replace(made, joint=plan.joint)
 
     def _in_share(self, request: ScheduledRequest) -> ScheduledRequest:
         """The request on the pages of the whole."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from dflash_trt.bench.lockstep import Lockstep, LockstepReport, Work
 from dflash_trt.bench.progress import Progress
 from dflash_trt.bench.request_load import counted_clients
-from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
@@ -69,15 +68,10 @@ def compare_policies(
     drafts from texts only.
 
     Raises:
-        ConfigError: the engine's ranks have requests of their own, whose K is one.
         SettingError: the engine cannot draft that many.
     """
     engine = EngineDir.open(engine_dir)
-    if engine.manifest.pretrained_config.mapping.dp_size > 1:
-        hint = "Measure it with `dflash-trt bench serve`, or an engine built without --attention-dp."
-        raise ConfigError.about(
-            "bench throughput", expected="an engine whose ranks share requests", found="attention_dp", hint=hint
-        )
+    num_ranks = engine.manifest.pretrained_config.mapping.dp_size
     most = max_draft_len(engine)
     lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
     for length in lengths:
@@ -93,7 +87,7 @@ def compare_policies(
             policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
             policies[_ADAPTIVE] = AdaptiveDraftLength(most, device="cuda" if executor.has_queue else "cpu")
             work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
-            with closing(Lockstep(executor, policies, reader, ngram=config.ngram)) as sides:
+            with closing(Lockstep(executor, policies, reader, num_ranks=num_ranks, ngram=config.ngram)) as sides:
                 runs = []
                 for index in range(num_rounds + 1):
                     runs.append(sides.run(work, concurrency=concurrency))

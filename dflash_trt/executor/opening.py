@@ -90,7 +90,6 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     _check_snapshots(config, is_recurrent=is_recurrent)
     _check_host_cache(config, shares_prefixes=not is_recurrent or config.num_state_snapshots != 0)
     _check_disk_cache(config)
-    _check_attention_dp(engine, config)
     resolved: dict[str, object] = {
         "device": device,
         "overlap_scheduling": _overlaps(config, device),
@@ -148,14 +147,6 @@ def _check_disk_cache(config: RuntimeConfig) -> None:
         if getattr(config, name) != RuntimeConfig.model_fields[name].default and getattr(config, other) is None:
             hint = "Files are read into host memory, and written from there." if name == "disk_cache_dir" else "Add it."
             raise SettingError(name, expected=f"{other} as well", found="none", hint=hint)
-
-
-def _check_attention_dp(engine: EngineDir, config: RuntimeConfig) -> None:
-    """Raises SettingError for what ranks with requests of their own do not have."""
-    if engine.manifest.pretrained_config.mapping.dp_size > 1 and config.disk_cache_dir is not None:
-        expected = "ranks that divide attention: a block on disk has the parts of all ranks"
-        hint = "Leave it out; host_cache_bytes works on every rank."
-        raise SettingError("disk_cache_dir", expected=expected, found="an engine of attention_dp", hint=hint)
 
 
 def check_nodes(engine: EngineDir, config: RuntimeConfig) -> None:

@@ -23,7 +23,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
-from dflash_trt.serving.prefix_transfers import PlaceBytes, PrefixStore, PrefixTransfers
+from dflash_trt.serving.prefix_transfers import PlaceBytes, PrefixStore, PrefixTransfers, TransfersOfRanks
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import DeviceLostError, StepReport, StepRunner
 from dflash_trt.serving.stream import RequestStream
@@ -69,7 +69,7 @@ class EngineLoop:
         self._lock = threading.RLock()  # guards everything above
         self._changed = threading.Condition(self._lock)
         self._reopen = reopen
-        self._transfers: PrefixTransfers | None = None
+        self._transfers: PrefixTransfers | TransfersOfRanks | None = None
         self._make_runner = partial(
             StepRunner, self._scheduler, is_chained=overlaps, lock=self._lock, clock=clock, deliver=self._deliver
         )
@@ -183,20 +183,26 @@ class EngineLoop:
 
     def keep_prefixes(
         self,
-        scheduler: Scheduler,
+        schedulers: Sequence[Scheduler],
         store: PrefixStore,
         *,
         root: bytes,
         place_bytes: PlaceBytes,
         publishes_all: bool = False,
     ) -> None:
-        """Save the scheduler's prefixes that leave the device in a store, and take those of new requests from it.
+        """Save the prefixes that leave the device in a store, and take those of new requests from it.
+
+        `schedulers` are those of each rank with requests of its own, or the only one.
 
         `root` is a hash of what the store's blocks depend on; `place_bytes` is the executor's. `publishes_all` also
         saves what stays on the device, once it is computed.
         """
-        prefixes = scheduler.stored_prefixes(root, publishes_all=publishes_all)
-        self._transfers = PrefixTransfers(scheduler, prefixes, store, place_bytes=place_bytes, wake=self._wake)
+        prefixes = [scheduler.stored_prefixes(root, publishes_all=publishes_all) for scheduler in schedulers]
+        if len(schedulers) > 1:
+            self._transfers = TransfersOfRanks(schedulers, prefixes, store, place_bytes=place_bytes, wake=self._wake)
+            return
+        [scheduler], [of_one] = schedulers, prefixes
+        self._transfers = PrefixTransfers(scheduler, of_one, store, place_bytes=place_bytes, wake=self._wake)
 
     def prefix_keys(self, token_ids: Sequence[int], *, salt: str) -> list[bytes]:
         """Keys of the blocks of a prompt in the store, from the first on; none without a store. In any thread."""

@@ -14,7 +14,7 @@ from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.process import let_threads_sleep, paused_collection
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.data_parallel import make_scheduler
+from dflash_trt.scheduler.data_parallel import DataParallelScheduler, make_scheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_scheduler import StepScheduler
@@ -116,14 +116,20 @@ def _open(
         scheduler = make_scheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
         if config.disk_cache_dir is not None:
-            assert isinstance(scheduler, Scheduler), "refused by `resolved_config`"
-            _keep_on_disk(local, scheduler, engine, config, executor)
+            _keep_on_disk(local, _of_ranks(scheduler), engine, config, executor)
         stack.pop_all()
     return local
 
 
+def _of_ranks(scheduler: StepScheduler) -> list[Scheduler]:
+    if isinstance(scheduler, DataParallelScheduler):
+        return scheduler.ranks
+    assert isinstance(scheduler, Scheduler)
+    return [scheduler]
+
+
 def _keep_on_disk(
-    local: LocalEngine, scheduler: Scheduler, engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor
+    local: LocalEngine, schedulers: list[Scheduler], engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor
 ) -> None:
     """Files are for this engine, and for whatever else decides what a page holds."""
     assert config.disk_cache_dir is not None
@@ -135,7 +141,7 @@ def _keep_on_disk(
     local.prefix_root = root.hex()[:16]
     store = PrefixDirectory.open(directory, name=local.prefix_root, max_bytes=config.disk_cache_bytes)
     local.keep_prefixes(
-        scheduler, store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts
+        schedulers, store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts
     )
 
 

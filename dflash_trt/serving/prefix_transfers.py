@@ -254,6 +254,69 @@ class PrefixTransfers:
         threads.submit(run)
 
 
+class TransfersOfRanks:
+    """`PrefixTransfers` of ranks that cache prefixes of their own, as one.
+
+    A block in the store has the bytes of one rank, and any rank may read it.
+    """
+
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        prefixes: Sequence[StoredPrefixes],
+        store: PrefixStore,
+        *,
+        place_bytes: PlaceBytes,
+        wake: Callable[[], None],
+    ) -> None:
+        """`schedulers` and `prefixes` are of each rank."""
+        self._schedulers = schedulers
+        self._ranks = [
+            PrefixTransfers(scheduler, of_rank, store, place_bytes=_bytes_of_rank(place_bytes, rank), wake=wake)
+            for rank, (scheduler, of_rank) in enumerate(zip(schedulers, prefixes, strict=True))
+        ]
+
+    @property
+    def is_waited_for(self) -> bool:
+        return any(transfers.is_waited_for for transfers in self._ranks)
+
+    @property
+    def has_news(self) -> bool:
+        return any(transfers.has_news for transfers in self._ranks)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(transfers.is_idle for transfers in self._ranks)
+
+    def keys(self, token_ids: Sequence[int], *, salt: str) -> list[bytes]:
+        return self._ranks[0].keys(token_ids, salt=salt)
+
+    def has_saved(self, keys: Sequence[bytes]) -> bool:
+        return self._ranks[0].has_saved(keys)
+
+    def begin(self, request: Request) -> None:
+        """On the rank where the request waits."""
+        for scheduler, transfers in zip(self._schedulers, self._ranks, strict=True):
+            if request.request_id in scheduler:
+                transfers.begin(request)
+
+    def advance(self) -> None:
+        for transfers in self._ranks:
+            transfers.advance()
+
+    def lose_device(self, place_bytes: PlaceBytes) -> None:
+        for rank, transfers in enumerate(self._ranks):
+            transfers.lose_device(_bytes_of_rank(place_bytes, rank))
+
+    def close(self) -> None:
+        for transfers in self._ranks:
+            transfers.close()
+
+
+def _bytes_of_rank(place_bytes: PlaceBytes, rank: int) -> PlaceBytes:
+    return lambda place, is_state: [place_bytes(place, is_state)[rank]]
+
+
 def _give_way() -> None:
     """The calling thread gives way to others where there are more than cores; Linux has a priority for each."""
     with contextlib.suppress(OSError, AttributeError):

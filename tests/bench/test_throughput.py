@@ -86,8 +86,10 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
     config = RuntimeConfig(num_threads=4, ngram=True)
 
     class Sides:
-        def __init__(self, executor: Any, policies: dict[str, Any], reader: Any, *, ngram: bool) -> None:
-            assert ngram
+        def __init__(
+            self, executor: Any, policies: dict[str, Any], reader: Any, *, num_ranks: int, ngram: bool
+        ) -> None:
+            assert ngram and num_ranks == 1
             made.append(policies)
 
         def run(self, work: Any, *, concurrency: int) -> Any:

@@ -14,9 +14,8 @@ from dflash_trt.bench.throughput import compare_policies
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, RankError
 from dflash_trt.core.request import GenerationOutput
-from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.opening import resolved_config
 from dflash_trt.scheduler.data_parallel import DataParallelScheduler
 from tests.dflash2_files import make_dflash2_drafter
 from tests.executor.attention_dp import engine_loop, requests, run
@@ -256,29 +255,44 @@ def test_an_error_on_one_rank_ends_the_step_on_all(two_ranks: EngineDir) -> None
         assert not executor.can_retry
 
 
-def test_what_ranks_with_requests_of_their_own_do_not_have_is_refused_by_name(
-    experts: Path, two_ranks: EngineDir, tmp_path: Path
-) -> None:
-    disk = {"host_cache_bytes": 1 << 20, "disk_cache_dir": str(tmp_path)}
-    with pytest.raises(SettingError, match="disk_cache_dir: expected ranks that divide attention"):
-        resolved_config(two_ranks, RuntimeConfig(device="cpu", **disk))
+def test_prefixes_on_disk_are_any_ranks(two_ranks: EngineDir, expected: list[Any], tmp_path: Path) -> None:
+    """Another engine with the same directory computes no prompt that the first one has written."""
+    disk = {"host_cache_bytes": 1 << 20, "disk_cache_dir": str(tmp_path), "publish_prompts": True}
+    with engine_loop(two_ranks, **disk) as loop:
+        found = verified(run(loop, requests()))
+        while not loop.has_kept([b"no block"]):  # nor anything on its way
+            loop.step()
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    turned = requests()[::-1]
+    with engine_loop(two_ranks, **disk) as loop:
+        found = verified(run(loop, turned, at_once=1))
+        assert all(rank.statistics().num_loaded_blocks for rank in loop._scheduler.ranks)  # type: ignore[attr-defined]
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected[::-1]]
+
+
+def test_bench_throughput_compares_k_of_all_ranks(two_ranks: EngineDir) -> None:
+    [report] = compare_policies(
+        two_ranks.path,
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        concurrencies=[3],
+        fixed_lengths=[0, 3],
+        num_rounds=1,
+        requests_per_client=2,
+        max_new_tokens=8,
+        config=RuntimeConfig(device="cpu", num_threads=1, kv_cache_bytes=1 << 20),
+        progress=lambda *_: None,
+    )
+    lengths = {speed.policy: speed.acceptance_length for speed in report.speeds}
+    assert lengths.keys() == {"K = 0", "K = 3", "adaptive"}
+    assert lengths["K = 3"] is not None and lengths["K = 3"] > 1, "no draft was accepted"
+
+
+def test_what_ranks_with_requests_of_their_own_do_not_have_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attention_dp needs several ranks"):
         BuildConfig(target="target", attention_dp=True)
     for backend in ("tensorrt", "tensorrt_llm"):
         with pytest.raises(ValueError, match=f"attention_dp needs backend torch; engines of {backend}"):
             BuildConfig(target="target", tp_size=2, attention_dp=True, backend=backend)
-    with pytest.raises(ConfigError, match="bench throughput: expected an engine whose ranks share requests"):
-        compare_policies(
-            two_ranks.path,
-            [],
-            concurrencies=[1],
-            fixed_lengths=[],
-            num_rounds=1,
-            requests_per_client=1,
-            max_new_tokens=1,
-            config=RuntimeConfig(device="cpu"),
-            progress=print,
-        )
     make_target(tmp_path / "target", family="qwen3", vocab_size=12, tokenizer=False)
     with pytest.raises(ConfigError, match="attention_dp: expected a target with experts"):
         build(tmp_path, tp_size=2, attention_dp=True, drafter=None)

@@ -31,7 +31,7 @@ class Served:
         self.store = None if directory is None else PrefixDirectory(directory, name="pair", max_bytes=1 << 26)
         if self.store is not None:
             self.loop.keep_prefixes(
-                scheduler, self.store, root=b"pair", place_bytes=executor.place_bytes, publishes_all=publishes_all
+                [scheduler], self.store, root=b"pair", place_bytes=executor.place_bytes, publishes_all=publishes_all
             )
 
     def text(self, index: int, prompt: list[int], *, num_new: int = NUM_NEW, salt: str = "") -> GenerationOutput:

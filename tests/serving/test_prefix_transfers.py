@@ -58,7 +58,7 @@ class Engine:
         self.executor = open_pair(PAIR, root, None, num_sequences=2, host_bytes=1 << 22)
         self.scheduler = Scheduler(self.executor.limits)
         self.loop = EngineLoop(self.executor, self.scheduler)
-        self.loop.keep_prefixes(self.scheduler, store, root=b"pair", place_bytes=self.executor.place_bytes)
+        self.loop.keep_prefixes([self.scheduler], store, root=b"pair", place_bytes=self.executor.place_bytes)
 
     def submit(self, name: str, prompt: list[int], **fields: object) -> RequestStream:
         return self.loop.submit(
@@ -173,7 +173,7 @@ def test_a_lost_device_takes_its_places_along(root: Path, store: GatedDirectory)
 
     config = RuntimeConfig(overlap_scheduling=False)
     local = LocalEngine(engine.executor, config, engine.scheduler, open_executor=reopened)  # type: ignore[arg-type]
-    local.keep_prefixes(engine.scheduler, store, root=b"pair", place_bytes=engine.executor.place_bytes)
+    local.keep_prefixes([engine.scheduler], store, root=b"pair", place_bytes=engine.executor.place_bytes)
     engine.loop = local
     local.start()
     store.write_gate.clear()

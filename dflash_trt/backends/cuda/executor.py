@@ -123,7 +123,7 @@ class TorchGpuExecutor:
             page_windows=page_plan.page_windows,
         )
         self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
-        self._host_memory = PageLockedMemory.of(self._state, self.limits, device, is_shared=network.mapping.tp_size > 1)
+        self._host_memory = PageLockedMemory.of(self._state, self.limits, device, is_shared=ranks.num_ranks > 1)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,

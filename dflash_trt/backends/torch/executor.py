@@ -143,7 +143,7 @@ class TorchExecutor:
         self._idle = IdleRank(self.network, self._state, dtype)
         self._snapshots = SlotSnapshots(self._state.slots, first_slot=max_batch_size + 1)
         self._host_memory = HostMemory(
-            self._state.paged, self.limits, slots=self._state.slots, is_shared=self._ranks.num_ranks > 1
+            self._state.paged, self.limits, slots=self._state.slots, is_shared=ranks.num_ranks > 1
         )
         self._context = deferred_context(
             self.network, page_plan, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, dtype=dtype
