@@ -21,7 +21,7 @@ from tests.trt.ranks import InterpretedRanks, RankThreads, interpreted_ranks
 from tests.trt.test_step_tokens import make_pair
 
 
-@pytest.mark.parametrize("op", ["all_gather_vocab", "all_reduce"])
+@pytest.mark.parametrize("op", ["gathered_columns", "all_reduce"])
 def test_two_ranks_exchange_what_plain_pytorch_exchanges(trt: ModuleType, op: str) -> None:
     def run(rank: int, threads: RankThreads) -> torch.Tensor:
         logger = make_logger(trt)
