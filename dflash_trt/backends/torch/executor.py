@@ -116,7 +116,6 @@ class TorchExecutor:
         native = kernels if fits(dtype, states) else None
         if native is not None and dtype == torch.bfloat16:
             network, dtype = widened(network), torch.float32
-        self._dtype = dtype
         self.network = prepared(network, kernels, dtype=dtype, on_read=on_read)
         self.limits = limits_of(
             network,
