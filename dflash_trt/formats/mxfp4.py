@@ -65,8 +65,13 @@ class Mxfp4(WeightFormat):
         assert isinstance(weight, Mxfp4Weight)
         scale = weight.block_scale
         values = e2m1_values(weight.codes).to(dtype).view(*scale.shape, BLOCK_SIZE)
-        powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).to(scale.device, dtype)  # by scale
-        return values.mul_(powers[scale.int()][..., None]).flatten(-2)
+        return values.mul_(powers_of_two(scale, dtype)[..., None]).flatten(-2)
+
+
+def powers_of_two(block_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales as numbers."""
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).to(block_scale.device, dtype)  # by scale
+    return powers[block_scale.int()]
 
 
 FORMATS = (Mxfp4(),)

@@ -14,6 +14,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, instruction
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
 from dflash_trt.backends.torch.native.linear import panel_linear
 from dflash_trt.backends.torch.native.ops import NativeOps
+from dflash_trt.backends.torch.native.programs import Programs
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.dtype import dtype_name
@@ -294,6 +295,24 @@ def test_heads_are_normed_and_rotated_as_in_pytorch(kernels: CpuKernels, norm: T
     expected = heads(make_ops(None), positions)
     assert difference(heads(make_ops(kernels), positions), expected) < 1e-6  # measured 1.2e-7
     assert difference(heads(make_ops(kernels), positions - positions.clamp(max=1)), expected) > 1e-3
+
+
+@torch.inference_mode()
+def test_parts_of_longer_rows_are_normed_and_rotated_by_kernels_alone(kernels: CpuKernels) -> None:
+    whole, weight = torch.randn(5, HEADS + 2 * KV_HEADS, HEAD_DIM), torch.randn(HEAD_DIM)
+    positions, programs = torch.tensor([3, 500, 0, 77, 9], dtype=torch.int32), Programs(kernels)
+
+    def rotated(ops: Any) -> Tensor:
+        part = whole.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)[1]
+        table = ops.rope_table(ROTARY, positions)
+        found: Tensor = ops.rope(ops.rms_norm(part, weight, 1e-6), table)
+        return ops.concat([found.flatten(1), ops.rope(part, table).flatten(1)])  # type: ignore[no-any-return]
+
+    ops = make_ops(kernels)
+    for _ in range(3):
+        found = programs.run("key", lambda: rotated(ops))
+        assert difference(found, rotated(make_ops(None))) < 1e-6
+    assert list(programs._programs) == ["key"]
 
 
 def test_the_context_of_drafts_is_stored_as_in_pytorch(kernels: CpuKernels) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
 from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
 from dflash_trt.backends.torch.moe import activated, run_chosen_experts, unpacked_expert
-from dflash_trt.backends.torch.native.linear import PanelLinear
+from dflash_trt.backends.torch.native.linear import NativeLinear
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.process_group import summed_in_order
@@ -91,5 +91,5 @@ def _sums_in_order(linear: Linear[Tensor]) -> bool:
     """The CPU kernels add up a row's products in order, however many rows there are."""
     weight = linear.weight
     if isinstance(weight, DequantizedWeight):
-        return all(isinstance(piece.linear, PanelLinear) for piece in weight.pieces)
-    return isinstance(linear, PanelLinear)
+        return all(isinstance(piece.linear, NativeLinear) for piece in weight.pieces)
+    return isinstance(linear, NativeLinear)

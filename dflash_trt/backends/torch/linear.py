@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.native.library import CpuKernels
-from dflash_trt.backends.torch.native.linear import PanelLinear, panel_linear
+from dflash_trt.backends.torch.native.linear import NativeLinear, panel_linear
 from dflash_trt.network.ops import Linear
 
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
@@ -56,7 +56,7 @@ def pack_for_cpu(
 def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x @ weight.T + bias, whichever layout the weight has."""
     out: Tensor
-    if isinstance(linear, PanelLinear):
+    if isinstance(linear, NativeLinear):
         return linear(x)
     if isinstance(linear, HalfLinear):
         # The operator of the packet, whose checks of a packed argument cost more than a small GEMM.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
+from dflash_trt.backends.torch.native.four_bits import four_bit_linear
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
@@ -99,6 +100,10 @@ def prepare_linear(
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
+    if kernels is not None and dtype == torch.float32:
+        packed = four_bit_linear(linear, kernels, rounds_inputs=rounds_inputs)
+        if packed is not None:
+            return packed
     values = dequantize(weight, dtype, operands=operands, kernels=kernels, rounds_inputs=rounds_inputs)
     return replace(linear, weight=values)
 

@@ -45,6 +45,26 @@ class Linear(Arguments):
     ]
 
 
+class FourBitLinear(Arguments):
+    """DflashTrtFourBitLinear."""
+
+    kernel: ClassVar = "four_bit_linear"
+    _fields_: ClassVar = [
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("packed", c_void_p),
+        ("num_out", c_int64),
+        ("num_in", c_int64),
+        ("block", c_int64),
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_threads", c_int32),
+        ("rounds_inputs", c_int32),
+    ]
+
+
 class RmsNorm(Arguments):
     """DflashTrtRmsNorm."""
 

@@ -7,6 +7,7 @@ A row's sums are made in the order of the inputs, however many rows a call has (
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,16 +19,25 @@ from dflash_trt.backends.torch.native.build import has_bfloat16_tiles
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.network.ops import Linear
 
-_PANEL: Final = 32  # kPanel of src/product.h
+PANEL: Final = 32  # kPanel of src/product.h
 _FLOAT32, _BFLOAT16, _ROUNDED = range(3)  # forms of activations, as in src/kernels.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PanelLinear(Linear[Tensor]):
+class NativeLinear(Linear[Tensor], ABC):
+    """A layer that a kernel computes, a row's sums in the order of the inputs."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PanelLinear(NativeLinear):
     """A layer whose weight is kept in bfloat16; `weight` is on the meta device, for its shape. A bias is float32."""
 
     kernels: CpuKernels
-    packed: Tensor  # bfloat16 [panels, pairs of inputs, _PANEL, 2]
+    packed: Tensor  # bfloat16 [panels, pairs of inputs, PANEL, 2]
     dtype: torch.dtype  # of activations
     form: int  # how the kernel reads them: DflashTrtLinear
 
@@ -65,7 +75,7 @@ def panel_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: 
         return None
     num_out, num_in = weight.shape
     wide = weight.float().contiguous()
-    packed = torch.empty((-(-num_out // _PANEL), -(-num_in // 2), _PANEL, 2), dtype=torch.bfloat16)
+    packed = torch.empty((-(-num_out // PANEL), -(-num_in // 2), PANEL, 2), dtype=torch.bfloat16)
     if not kernels.pack(wide.data_ptr(), num_out, num_in, packed.data_ptr()):
         return None
     return PanelLinear(

@@ -220,8 +220,12 @@ class NativeOps(TorchOps):
             )
         )
 
+    def _contiguous(self, x: Tensor) -> Tensor:
+        """x [N, ...], whose rows may be parts of longer ones."""
+        return x if x.is_contiguous() else self._copied(x.flatten(1)).view(x.shape)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
+        x = self._contiguous(x)
         width = weight.shape[-1]
         num_weights = 1 if weight.dim() == 1 else len(weight)
         out = torch.empty(x.shape)
@@ -241,7 +245,7 @@ class NativeOps(TorchOps):
         return Angles(*self._rope_tables[rotary], positions.contiguous())
 
     def rope(self, x: Tensor, table: Any) -> Tensor:
-        return self.norm_rope(x.clone(memory_format=torch.contiguous_format), None, 0.0, table)
+        return self.norm_rope(self._copied(x.flatten(1)).view(x.shape), None, 0.0, table)
 
     def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
         num_rows, num_heads, head_dim = x.shape

@@ -44,6 +44,24 @@ struct DflashTrtLinear
 
 void dflash_trt_cpu_linear(DflashTrtLinear const*);
 
+/// x [rows, in] @ weight.T * scales + bias, of weights of four bits: see four_bits.h.
+struct DflashTrtFourBitLinear
+{
+    float const* x;
+    int64_t num_rows;
+    uint8_t const* packed;
+    int64_t num_out, num_in;
+    int64_t block; // inputs that share a scale: a multiple of 4
+    float const* values; // [16], of the codes
+    float const* scales; // [out]; null: none
+    float const* bias;   // null: none
+    float* out;
+    int32_t num_threads;
+    int32_t rounds_inputs; // to bfloat16, where the library multiplies that
+};
+
+void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const*);
+
 /// Row i of x [rows, width] with row i % num_weights of weight [num_weights, width].
 struct DflashTrtRmsNorm
 {

@@ -25,14 +25,6 @@ int64_t num_pairs(int64_t num_in)
 
 constexpr int32_t kBfloat16 = 1, kRounded = 2; // forms of x
 
-void round(float const* from, int64_t size, uint16_t* to)
-{
-    for (int64_t i = 0; i < size; i += kLanes)
-    {
-        store_rounded(from + i, size - i < kLanes ? size - i : kLanes, to + i);
-    }
-}
-
 #endif
 
 struct Layer
@@ -163,7 +155,7 @@ void dflash_trt_cpu_linear(DflashTrtLinear const* arguments)
     {
         thread_local std::vector<Pair> rounded;
         rounded.resize(a.num_rows * a.num_in / 2);
-        round(static_cast<float const*>(a.x), a.num_rows * a.num_in, &rounded.data()->first);
+        round_rows(static_cast<float const*>(a.x), a.num_rows * a.num_in, &rounded.data()->first);
         return layer.run(RowsOf<Pair>{rounded.data(), a.num_in / 2, a.num_rows});
     }
 #endif

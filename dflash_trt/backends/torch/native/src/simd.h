@@ -67,6 +67,46 @@ inline Vec scaled_by_power(Vec x, Vec exponent) { return _mm512_scalef_ps(x, exp
 using Bits = __m512i;
 
 inline Bits load_bits(Pair const* from) { return _mm512_loadu_si512(from); }
+
+/// 16 bits for each lane.
+inline Bits load_words(uint8_t const* from)
+{
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)));
+}
+
+template <int kShift>
+inline Bits shifted(Bits bits)
+{
+    return _mm512_srli_epi32(bits, kShift);
+}
+
+/// The values of codes of four bits.
+struct CodeTable
+{
+    Vec floats;
+    Bits halves; // twice, as bfloat16
+
+    explicit CodeTable(float const* values)
+        : floats(load(values))
+    {
+        BFloat16 rounded[32];
+        for (int i = 0; i < 32; ++i)
+        {
+            rounded[i] = rounded_to_bfloat16(values[i % 16]);
+        }
+        halves = _mm512_loadu_si512(rounded);
+    }
+
+    Vec values_of(Bits codes) const { return _mm512_permutexvar_ps(codes, floats); } // of their lowest four bits
+
+    /// Of the low and of the high codes of two bytes a lane, as pairs.
+    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    {
+        Bits const codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)));
+        low = _mm512_permutexvar_epi16(codes, halves);
+        high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), halves);
+    }
+};
 inline Vec as_floats(Bits bits) { return _mm512_castsi512_ps(bits); }
 inline Vec load_firsts(Pair const* from) { return as_floats(_mm512_slli_epi32(load_bits(from), 16)); }
 inline Vec load_seconds(Pair const* from)
@@ -89,6 +129,14 @@ inline void store_rounded(float const* from, int64_t count, uint16_t* to)
     __mmask16 const mask = static_cast<__mmask16>((1U << count) - 1U);
     __m256bh const halves = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from));
     _mm256_mask_storeu_epi16(to, mask, reinterpret_cast<__m256i>(halves));
+}
+
+inline void round_rows(float const* from, int64_t size, uint16_t* to)
+{
+    for (int64_t i = 0; i < size; i += kLanes)
+    {
+        store_rounded(from + i, size - i < kLanes ? size - i : kLanes, to + i);
+    }
 }
 
 /// Both products of each lane are added to the sum.
@@ -130,6 +178,36 @@ inline Vec scaled_by_power(Vec x, Vec exponent)
 using Bits = __m256i;
 
 inline Bits load_bits(Pair const* from) { return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)); }
+
+/// 16 bits for each lane.
+inline Bits load_words(uint8_t const* from)
+{
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from)));
+}
+
+template <int kShift>
+inline Bits shifted(Bits bits)
+{
+    return _mm256_srli_epi32(bits, kShift);
+}
+
+/// The values of codes of four bits.
+struct CodeTable
+{
+    Vec first, second; // of codes 0 to 7, and of 8 to 15
+
+    explicit CodeTable(float const* values)
+        : first(load(values))
+        , second(load(values + 8))
+    {
+    }
+
+    Vec values_of(Bits codes) const // of their lowest four bits
+    {
+        Vec const low = _mm256_permutevar8x32_ps(first, codes), high = _mm256_permutevar8x32_ps(second, codes);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+    }
+};
 inline Vec as_floats(Bits bits) { return _mm256_castsi256_ps(bits); }
 inline Vec load_firsts(Pair const* from) { return as_floats(_mm256_slli_epi32(load_bits(from), 16)); }
 inline Vec load_seconds(Pair const* from)

@@ -1,0 +1,142 @@
+#include "four_bits.h"
+#include "kernels.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+namespace dflash_trt
+{
+namespace
+{
+
+constexpr int kMostRows = kLanes == 16 ? 12 : 4;
+
+/// Vectors of outputs that a tile of some rows has sums for.
+template <typename Element>
+constexpr int columns_of(int rows)
+{
+    constexpr bool kAddsBlocks = !std::is_same_v<Element, float>;
+    return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 || !kAddsBlocks ? 2 : 1) : (rows == 1 ? 2 : 1);
+}
+
+template <typename Element>
+class Product
+{
+public:
+    Product(DflashTrtFourBitLinear const& arguments, RowsOf<Element> const& x)
+        : a_(arguments)
+        , layer_{arguments.packed, arguments.num_in, arguments.block, arguments.values}
+        , table_(arguments.values)
+        , x_(x)
+    {
+    }
+
+    /// All rows, in parts of the columns that the threads share.
+    void run() const
+    {
+        int64_t const columns = (a_.num_out + kPanel - 1) / kPanel * kVectors;
+        int64_t const num_parts = std::min<int64_t>(a_.num_threads, columns / kVectors);
+#pragma omp parallel for num_threads(num_parts) if (num_parts > 1)
+        for (int64_t part = 0; part < num_parts; ++part)
+        {
+            int64_t const panels = columns / kVectors;
+            int64_t const start = panels * part / num_parts * kVectors, stop = panels * (part + 1) / num_parts * kVectors;
+            int64_t const num_tiles = (x_.count + kMostRows - 1) / kMostRows;
+            for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile)
+            {
+                int64_t const left = num_tiles - tile, count = (x_.count - row + left - 1) / left;
+                multiply<kMostRows>(row, count, start, stop);
+                row += count;
+            }
+        }
+    }
+
+private:
+    /// `count` rows from `row` on, at most kRows.
+    template <int kRows>
+    void multiply(int64_t row, int64_t count, int64_t start, int64_t stop) const
+    {
+        if constexpr (kRows > 1)
+        {
+            if (count < kRows)
+            {
+                return multiply<kRows - 1>(row, count, start, stop);
+            }
+        }
+        constexpr int kColumns = columns_of<Element>(kRows);
+        int64_t column = start;
+        for (; column + kColumns <= stop; column += kColumns)
+        {
+            multiply_tile<kRows, kColumns>(row, column);
+        }
+        for (; column < stop; ++column)
+        {
+            multiply_tile<kRows, 1>(row, column);
+        }
+    }
+
+    template <int kRows, int kColumns>
+    void multiply_tile(int64_t row, int64_t column) const
+    {
+        Vec sums[kRows][kColumns];
+        for (auto& of_row : sums)
+        {
+            std::fill(of_row, of_row + kColumns, broadcast(0.0F));
+        }
+        int64_t const panel_bytes = layer_.panel(1) - layer_.panel(0);
+        uint8_t const* block = layer_.panel(column / kVectors) + column % kVectors * kLanes * 2;
+        int64_t const step = layer_.block / (std::is_same_v<Element, float> ? 1 : 2);
+        Element const* x = x_.first + row * x_.stride;
+        for (int64_t k = 0; k < a_.num_in; k += layer_.block, block += layer_.block_bytes(), x += step)
+        {
+            multiply_block(layer_, table_, x, x_.stride, block, panel_bytes, sums);
+        }
+        write(row, column * kLanes, sums);
+    }
+
+    template <int kRows, int kColumns>
+    void write(int64_t row, int64_t first, Vec const (&sums)[kRows][kColumns]) const
+    {
+        int64_t const count = std::min<int64_t>(kColumns * kLanes, a_.num_out - first);
+        for (int i = 0; i < kRows; ++i)
+        {
+            float values[kColumns * kLanes];
+            for (int column = 0; column < kColumns; ++column)
+            {
+                store(values + column * kLanes, sums[i][column]);
+            }
+            float* const out = a_.out + (row + i) * a_.num_out + first;
+            for (int64_t column = 0; column < count; ++column)
+            {
+                float const scaled = a_.scales == nullptr ? values[column] : values[column] * a_.scales[first + column];
+                out[column] = a_.bias == nullptr ? scaled : scaled + a_.bias[first + column];
+            }
+        }
+    }
+
+    DflashTrtFourBitLinear const& a_;
+    FourBits layer_;
+    CodeTable table_;
+    RowsOf<Element> x_;
+};
+
+} // namespace
+} // namespace dflash_trt
+
+using namespace dflash_trt;
+
+void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const* arguments)
+{
+    DflashTrtFourBitLinear const& a = *arguments;
+#if defined(__AVX512BF16__)
+    if (a.rounds_inputs)
+    {
+        thread_local std::vector<Pair> rounded;
+        rounded.resize(a.num_rows * a.num_in / 2);
+        round_rows(a.x, a.num_rows * a.num_in, &rounded.data()->first);
+        return Product<Pair>(a, {rounded.data(), a.num_in / 2, a.num_rows}).run();
+    }
+#endif
+    Product<float>(a, {a.x, a.num_in, a.num_rows}).run();
+}

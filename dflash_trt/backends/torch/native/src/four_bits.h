@@ -1,0 +1,146 @@
+/// The product of a few rows with weights of four bits: codes that a table gives values, times a scale for each block of
+/// inputs. A panel of kPanel outputs has, block after block,
+///
+///     scales  bfloat16 [kPanel]
+///     codes   uint8 [block / 4, kPanel, 2]: byte e of input group g and an output has the codes of input 4g + e in bits
+///             0-3 and of input 4g + 2 + e in bits 4-7
+///
+/// Every sum is made in the order of the inputs: the bits of a row do not depend on the rows beside it.
+#pragma once
+
+#include "product.h"
+
+namespace dflash_trt
+{
+
+constexpr int kGroup = 4; // inputs
+constexpr int kGroupBytes = kPanel * 2;
+
+/// Of one layer.
+struct FourBits
+{
+    uint8_t const* packed;
+    int64_t num_in, block;
+    float const* values; // [16], of the codes
+
+    int64_t block_bytes() const
+    {
+        return kPanel * static_cast<int64_t>(sizeof(BFloat16)) + block / kGroup * kGroupBytes;
+    }
+
+    uint8_t const* panel(int64_t index) const
+    {
+        return packed + index * (num_in / block) * block_bytes();
+    }
+};
+
+/// Where a vector of outputs has its scales, or its codes, of a tile that begins at `first`.
+inline uint8_t const* column_of(uint8_t const* first, int64_t panel_bytes, int column)
+{
+    return first + column / kVectors * panel_bytes + column % kVectors * kLanes * 2;
+}
+
+/// One input, whose codes are `kShift` bits up in the words.
+template <int kShift, int kRows, int kColumns>
+inline void multiply_input(Bits const (&words)[kColumns], Vec const (&scales)[kColumns], CodeTable const& table, float const* x,
+    int64_t stride, Vec (&sums)[kRows][kColumns])
+{
+    Vec weights[kColumns];
+#pragma GCC unroll 8
+    for (int column = 0; column < kColumns; ++column)
+    {
+        weights[column] = table.values_of(shifted<kShift>(words[column])) * scales[column];
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row)
+    {
+        Vec const given = broadcast(x[row * stride]);
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+        {
+            sums[row][column] = fma(given, weights[column], sums[row][column]);
+        }
+    }
+}
+
+/// Float32 rows: each code times its scale, in float32, is a weight.
+template <int kRows, int kColumns>
+inline void multiply_block(FourBits const& layer, CodeTable const& table, float const* a, int64_t stride,
+    uint8_t const* block, int64_t panel_bytes, Vec (&sums)[kRows][kColumns])
+{
+    Vec scales[kColumns];
+#pragma GCC unroll 8
+    for (int column = 0; column < kColumns; ++column)
+    {
+        scales[column] = load(reinterpret_cast<BFloat16 const*>(column_of(block, panel_bytes, column)));
+    }
+    uint8_t const* codes = block + kGroupBytes;
+    for (int64_t k = 0; k < layer.block; k += kGroup, codes += kGroupBytes)
+    {
+        Bits words[kColumns];
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+        {
+            words[column] = load_words(column_of(codes, panel_bytes, column));
+        }
+        float const* const x = a + k;
+        multiply_input<0>(words, scales, table, x, stride, sums);
+        multiply_input<8>(words, scales, table, x + 1, stride, sums);
+        multiply_input<4>(words, scales, table, x + 2, stride, sums);
+        multiply_input<12>(words, scales, table, x + 3, stride, sums);
+    }
+}
+
+#if defined(__AVX512BF16__)
+
+/// Rows of bfloat16: products with the codes, added up for the block, times its scale.
+template <int kRows, int kColumns>
+inline void multiply_block(FourBits const& layer, CodeTable const& table, Pair const* a, int64_t stride,
+    uint8_t const* block, int64_t panel_bytes, Vec (&sums)[kRows][kColumns])
+{
+    Vec of_block[kRows][kColumns];
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row)
+    {
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+        {
+            of_block[row][column] = broadcast(0.0F);
+        }
+    }
+    uint8_t const* codes = block + kGroupBytes;
+    for (int64_t k = 0; k < layer.block / 2; k += kGroup / 2, codes += kGroupBytes)
+    {
+        Bits low[kColumns], high[kColumns];
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+        {
+            table.pairs_of(column_of(codes, panel_bytes, column), low[column], high[column]);
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row)
+        {
+            Bits const first = broadcast_bits(a + row * stride + k), second = broadcast_bits(a + row * stride + k + 1);
+#pragma GCC unroll 8
+            for (int column = 0; column < kColumns; ++column)
+            {
+                of_block[row][column] = dot_pairs(first, low[column], of_block[row][column]);
+                of_block[row][column] = dot_pairs(second, high[column], of_block[row][column]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int column = 0; column < kColumns; ++column)
+    {
+        Vec const scale = load(reinterpret_cast<BFloat16 const*>(column_of(block, panel_bytes, column)));
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row)
+        {
+            sums[row][column] = fma(of_block[row][column], scale, sums[row][column]);
+        }
+    }
+}
+
+#endif
+
+} // namespace dflash_trt

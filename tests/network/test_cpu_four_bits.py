@@ -1,0 +1,137 @@
+"""Weights of four bits on the CPU kernels against their formats, in every instruction set of this machine."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.torch.linear import apply_linear
+from dflash_trt.backends.torch.native.build import instruction_sets, library_path
+from dflash_trt.backends.torch.native.four_bits import PackedFourBits, four_bit_linear
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.quantized_linear import prepare_linear
+from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.registry import dequantize, weight_format
+from dflash_trt.network.ops import Linear
+
+if isinstance(found := cpu_kernels(), NoKernels):
+    pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
+
+FORMATS = ["int4", "mxfp4", "nvfp4_w4a16"]
+SHAPES = [(32, 64), (96, 32), (70, 160), (256, 384), (1, 96)]  # also of panels that are not full
+ROWS = [1, 2, 3, 5, 8, 12, 13, 70]
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return load_kernels(library_path(request.param))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def quantized(name: str, shape: tuple[int, int]) -> QuantizedWeight[Tensor]:
+    """Segments of different scales where the format has them."""
+    weight = torch.randn(shape).bfloat16() * torch.logspace(-2, 2, shape[0])[:, None].bfloat16()
+    half = shape[0] // 2
+    segments = (half, shape[0] - half) if half else (shape[0],)
+    amax = torch.stack([part.abs().max().float() for part in torch.split(weight, segments)])
+    return weight_format(name).quantize(weight, segments=segments, weight_amax=amax, input_amax=None)
+
+
+def layer_of(weight: QuantizedWeight[Tensor], kernels: CpuKernels, **options: Any) -> PackedFourBits:
+    layer = four_bit_linear(Linear(weight=weight, **options), kernels, rounds_inputs=False)
+    assert layer is not None
+    return layer
+
+
+def error(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
+    """Largest error of a product, relative to the sum of its terms' sizes."""
+    terms = [x.double(), weight.double(), torch.zeros(len(weight)).double() if bias is None else bias.double()]
+    expected = torch.nn.functional.linear(*terms)
+    size = torch.nn.functional.linear(*(term.abs() for term in terms))
+    return ((found - expected).abs() / size).max().item()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_gives_the_products_of_its_format(kernels: CpuKernels, name: str, shape: tuple[int, int]) -> None:
+    weight, bias = quantized(name, shape), torch.randn(shape[0])
+    exact = dequantize(weight)
+    layer, without_bias = layer_of(weight, kernels, bias=bias), layer_of(weight, kernels)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, shape[1])
+        assert error(layer(x), x, exact, bias) < 1e-6
+        assert error(without_bias(x), x, exact) < 1e-6
+    weight.tensors()["codes"][shape[0] - 1, -1] ^= 0x70  # the negative control: the last input of the last output
+    assert error(layer_of(weight, kernels, bias=bias)(x), x, exact, bias) > 1e-4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_code_has_its_value(kernels: CpuKernels, name: str) -> None:
+    """One input at a time, of every place in a group and every block."""
+    weight = quantized(name, (64, 96))
+    codes = weight.tensors()["codes"]
+    codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8))
+    layer = layer_of(weight, kernels)
+    found = layer(torch.eye(96)).t()
+    expected = dequantize(weight)
+    assert expected.unique().numel() > 60
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounded_activations_are_multiplied_in_bfloat16(kernels: CpuKernels, name: str) -> None:
+    weight = quantized(name, (96, 320))
+    layer = four_bit_linear(Linear(weight=weight), kernels, rounds_inputs=True)
+    assert layer is not None and layer.rounds_inputs is kernels.has_bfloat16
+    exact = dequantize(weight)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 320)
+        assert error(layer(x), x.bfloat16().float() if kernels.has_bfloat16 else x, exact) < 1e-6
+        assert (error(layer(x), x, exact) > 1e-5) is kernels.has_bfloat16
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_alone_and_among_others(kernels: CpuKernels, name: str, rounds_inputs: bool) -> None:
+    layer = four_bit_linear(Linear(weight=quantized(name, (160, 256))), kernels, rounds_inputs=rounds_inputs)
+    assert layer is not None
+    x = torch.randn(75, 256)
+    together = layer(x)
+    for start, stop in ((0, 1), (5, 7), (9, 12), (20, 24), (33, 46), (10, 75)):
+        assert torch.equal(layer(x[start:stop]), together[start:stop])
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(layer(x), together)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
+    x = torch.randn(9, 64)
+    x[4, 3] = torch.nan
+    values = layer_of(quantized("int4", (64, 64)), kernels)(x)
+    assert values.isnan().any(dim=1).nonzero().flatten().tolist() == [4]
+
+
+def test_other_weights_are_left_to_pytorch(kernels: CpuKernels) -> None:
+    def taken(weight: QuantizedWeight[Tensor], dtype: torch.dtype = torch.float32) -> bool:
+        return isinstance(prepare_linear(Linear(weight=weight), dtype, kernels=kernels), PackedFourBits)
+
+    assert taken(quantized("int4", (32, 64)))
+    assert not taken(quantized("int4", (32, 64)), torch.bfloat16)
+    assert not taken(quantized("fp8_w8a16", (32, 64)))
+    weight, amax = torch.randn(32, 64), torch.ones(1)
+    assert not taken(weight_format("nvfp4").quantize(weight, segments=(32,), weight_amax=amax, input_amax=amax))
+
+
+def test_prepared_layers_agree_with_those_that_pytorch_computes(kernels: CpuKernels) -> None:
+    weight, bias, x = quantized("nvfp4_w4a16", (70, 160)), torch.randn(70), torch.randn(5, 160)
+    linear = Linear(weight=weight, bias=bias)
+    found = apply_linear(x, prepare_linear(linear, torch.float32, kernels=kernels))
+    assert error(found, x, dequantize(weight), bias) < 1e-6
