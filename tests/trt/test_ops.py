@@ -83,6 +83,7 @@ def compiled(trt, builder, network, shapes):
 
 def torch_ops(dtype):
     ops = object.__new__(TorchOps)  # no step: only the ops that need none
+    ops._shared_rows = None
     ops._rope_tables = {ROTARY: make_rope_table(ROTARY, num_positions=64, dtype=dtype)}
     return ops
 
