@@ -2,8 +2,8 @@
 
 One request at a time, greedy, float32. For each prompt the sides run one after the other, so that a machine that slows
 down for a while slows all of them; ratios are taken within a prompt. Beside the time that passes there is the CPU time
-of the process, which other processes disturb less. Every side in float32 must give the same token ids; llama.cpp in
-f16 and q8_0, whose products are rounded, has its equal texts counted.
+of the process, which other processes disturb less. Every side in float32 must give the same token ids; those whose
+products are rounded, llama.cpp but for f32 and the engines of `--rounded`, have their equal texts counted.
 """
 
 import json
@@ -26,8 +26,8 @@ _DEMO: Final = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 _DRAFT_LENGTH: Final = 7  # all that the demo's drafter makes, as its peers do
 _OURS: Final = ("autoregressive", "speculative")
 _REFERENCE: Final = "transformers"
-LLAMA_CPP: Final = {f"llama.cpp {kind}": kind for kind in ("f32", "f16", "q8_0")}
-_ROUNDED: Final = ("llama.cpp f16", "llama.cpp q8_0")  # other products than those of float32
+LLAMA_CPP: Final = {f"llama.cpp {kind}": kind for kind in ("f32", "f16", "q8_0", "q4_0")}
+_ROUNDED: Final = tuple(name for name, kind in LLAMA_CPP.items() if kind != "f32")  # other products than float32's
 
 
 class Answer(NamedTuple):
@@ -52,6 +52,13 @@ Answers = dict[str, list[Answer]]  # of every prompt, by side
     "--draft-length", default=_DRAFT_LENGTH, show_default=True, help="Drafts in a step of the speculative side."
 )
 @click.option(
+    "--rounded",
+    "rounded_engines",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="An engine of the pair in bfloat16 or fewer bits, to be timed with and without drafts; repeatable.",
+)
+@click.option(
     "--llama-cpp",
     "llama_cpp_python",
     type=click.Path(path_type=Path, exists=True),
@@ -65,6 +72,7 @@ def main(
     rounds: int,
     threads: int,
     draft_length: int,
+    rounded_engines: tuple[Path, ...],
     llama_cpp_python: Path | None,
     as_json: bool,
 ) -> None:
@@ -74,14 +82,14 @@ def main(
 
     torch.set_num_threads(threads)
     with ExitStack() as stack:
-        sides, tokenize = stack.enter_context(_sides(engine, max_new_tokens, threads, draft_length))
+        sides, tokenize = stack.enter_context(_sides((engine, *rounded_engines), max_new_tokens, threads, draft_length))
         for name, kind in LLAMA_CPP.items() if llama_cpp_python else ():
             peer = llama_cpp(llama_cpp_python, _DEMO / "target", kind, max_new_tokens, threads)
             sides[name] = stack.enter_context(peer)
         prompts = [tokenize(prompt) for prompt in _held_out(num_prompts)]
         for side in sides.values():  # warm-up
             side(prompts[0])
-        answers = _alternating(sides, prompts * rounds)
+        answers = _alternating(sides, prompts * rounds, rounded=[name for name in sides if ": " in name])
     report = _report(answers, max_new_tokens) | {
         "num_prompts": num_prompts,
         "max_new_tokens": max_new_tokens,
@@ -94,14 +102,15 @@ def main(
     click.echo(json.dumps(report) if as_json else _table(report))
 
 
-def _alternating(sides: dict[str, Side], prompts: Sequence[Sequence[int]]) -> Answers:
+def _alternating(sides: dict[str, Side], prompts: Sequence[Sequence[int]], *, rounded: Sequence[str] = ()) -> Answers:
     """Every prompt on every side. Exits when the texts of float32 differ."""
     answers: Answers = {name: [] for name in sides}
     for index, prompt in enumerate(prompts):
         for name, side in sides.items():
             answers[name].append(side(prompt))
         expected = answers[_REFERENCE][-1].tokens
-        different = [name for name in sides if name not in _ROUNDED and answers[name][-1].tokens != expected]
+        exact = [name for name in sides if name not in (*_ROUNDED, *rounded)]
+        different = [name for name in exact if answers[name][-1].tokens != expected]
         if different:
             sys.exit(f"prompt {index}: {', '.join(different)} gave other tokens than transformers")
     return answers
@@ -154,9 +163,9 @@ def _held_out(num_prompts: int) -> list[str]:
 
 @contextmanager
 def _sides(
-    engine: Path, max_new_tokens: int, threads: int, draft_length: int
+    engines: Sequence[Path], max_new_tokens: int, threads: int, draft_length: int
 ) -> Iterator[tuple[dict[str, Side], Callable[[str], list[int]]]]:
-    """Every side in this process by name, and the tokenizer of all of them."""
+    """Every side in this process by name, a later engine's with its name before it, and the tokenizer of all."""
     from transformers import AutoTokenizer
 
     from dflash_trt import LLM, SamplingParams
@@ -167,11 +176,13 @@ def _sides(
         return _timed(lambda prompt: list(llm.generate([list(prompt)], sampling)[0].token_ids))
 
     options: dict[str, Any] = {"num_threads": threads, "enable_prefix_caching": False, "kv_cache_bytes": 1 << 28}
-    with (
-        LLM(engine, use_drafter=False, **options) as plain,
-        LLM(engine, draft_length=draft_length, **options) as speculative,
-    ):
-        sides = _peers(max_new_tokens) | {"autoregressive": ours(plain), "speculative": ours(speculative)}
+    drafting: list[dict[str, Any]] = [{"use_drafter": False}, {"draft_length": draft_length}]
+    with ExitStack() as stack:
+        sides = _peers(max_new_tokens)
+        for engine in engines:
+            prefix = "" if engine == engines[0] else f"{engine.name}: "
+            for name, choice in zip(_OURS, drafting, strict=True):
+                sides[prefix + name] = ours(stack.enter_context(LLM(engine, **choice, **options)))
         tokenizer = AutoTokenizer.from_pretrained(_DEMO / "target")
         yield sides, lambda text: list(tokenizer(text)["input_ids"])
 

@@ -11,11 +11,13 @@ import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.dtype import FloatDType
 from dflash_trt.engine_dir import EngineDir
 from scripts.bench_peers import LLAMA_CPP, llama_cpp
 from scripts.bench_steps import opened, step_of
@@ -27,13 +29,16 @@ _CONTEXT_LEN, _NUM_TOKENS, _ACCEPTANCE_LENGTH = 32, 8, 4
 _PROMPT = [17 * i % 151000 for i in range(_CONTEXT_LEN)]
 
 
-def engine_of(dtype: str) -> EngineDir:
-    path = _DIRECTORY / dtype
+def engine_of(kind: str) -> EngineDir:
+    """Of this dtype, or in bfloat16 with these weights."""
+    path = _DIRECTORY / kind
     if not path.exists():
         for name in _PARTS.values():
             if not (_DIRECTORY / name).exists():
                 write_checkpoint(_DIRECTORY / name, CONFIGS / f"{name}.json")
-        config = BuildConfig.model_validate(_PARTS | {"dtype": dtype, "max_seq_len": 1024})
+        is_dtype = kind in get_args(FloatDType)
+        chosen = {"dtype": kind} if is_dtype else {"dtype": "bfloat16", "quantization": kind}
+        config = BuildConfig.model_validate(_PARTS | chosen | {"max_seq_len": 1024})
         build_engine(
             config, path, base_dir=_DIRECTORY, overwrite=False, command=(__file__,), progress=lambda progress: None
         )
@@ -57,7 +62,7 @@ def sides_of(engine: EngineDir) -> dict[str, Callable[[], float]]:
 @click.option("--rounds", default=5, show_default=True)
 def main(python: Path, rounds: int) -> None:
     """PYTHON has llama-cpp-python: see scripts/install_llama_cpp."""
-    ours = {dtype: sides_of(engine_of(dtype)) for dtype in ("float32", "bfloat16")}
+    ours = {kind: sides_of(engine_of(kind)) for kind in ("float32", "bfloat16", "int4")}
     times: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         peers = {
@@ -65,17 +70,17 @@ def main(python: Path, rounds: int) -> None:
             for name, kind in LLAMA_CPP.items()
         }
         for index in range(rounds + 2):  # the second time is recorded, and none of the two counts
-            found = {(dtype, step): run() for dtype, steps in ours.items() for step, run in steps.items()}
+            found = {(kind, step): run() for kind, steps in ours.items() for step, run in steps.items()}
             found |= {(name, "plain step"): 1e3 * side(_PROMPT).cpu_s / _NUM_TOKENS for name, side in peers.items()}
             for key, taken_ms in found.items() if index > 1 else ():
                 times.setdefault(key, []).append(taken_ms)
     medians = {key: statistics.median(taken) for key, taken in times.items()}
     columns = ("plain step", "tok/s", "verify step", "the target's part of it", "tok/s at 4 a step")
     print(f"| | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
-    for dtype in ours:
-        plain, verify, part = (medians[dtype, step] for step in ours[dtype])
+    for kind in ours:
+        plain, verify, part = (medians[kind, step] for step in ours[kind])
         cells = (plain, 1e3 / plain, verify, part, 1e3 * _ACCEPTANCE_LENGTH / verify)
-        print(f"| {dtype} | {' | '.join(f'{value:.1f}' for value in cells)} |")
+        print(f"| {kind} | {' | '.join(f'{value:.1f}' for value in cells)} |")
     for name in peers:
         plain = medians[name, "plain step"]
         print(f"| {name} | {plain:.1f} | {1e3 / plain:.1f} | | | |")

@@ -1,6 +1,6 @@
 """llama.cpp as a side of scripts/bench_peers.py, in the environment of scripts/install_llama_cpp.
 
-    python scripts/llama_cpp_peer.py CHECKPOINT f32|f16|q8_0 NUM_THREADS
+    python scripts/llama_cpp_peer.py CHECKPOINT f32|f16|q8_0|q4_0 NUM_THREADS
 
 Writes the Qwen3 CHECKPOINT as GGUF without a tokenizer, loads it, and answers every line {"prompt", "max_new_tokens"}
 of its input by {"tokens", "wall_s", "cpu_s"}: greedy, token ids in and out. Matrices have the type; norms are float32.
@@ -20,7 +20,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-_TYPES = {kind: gguf.GGMLQuantizationType[kind.upper()] for kind in ("f32", "f16", "q8_0")}
+_TYPES = {kind: gguf.GGMLQuantizationType[kind.upper()] for kind in ("f32", "f16", "q8_0", "q4_0")}
 _CONTEXT = 2048
 
 

@@ -24,8 +24,11 @@ def test_other_tokens_than_those_of_transformers_end_the_run_in_float32():
     def side(*tokens):
         return lambda prompt: Answer(list(tokens), 1.0, 1.0)
 
-    sides = {"transformers": side(1, 2), "llama.cpp q8_0": side(1, 4)}
-    assert len(_alternating(sides, [[5]])) == 2
+    sides = {"transformers": side(1, 2), "llama.cpp q8_0": side(1, 4), "int4: speculative": side(1, 5)}
+    assert len(_alternating(sides, [[5]], rounded=["int4: speculative"])) == 3
+    with pytest.raises(SystemExit, match="prompt 0: int4: speculative gave other tokens"):
+        _alternating(sides, [[5]])
+    sides.pop("int4: speculative")
     for name in ("autoregressive", "llama.cpp f32"):
         with pytest.raises(SystemExit, match=f"prompt 0: {name} gave other tokens"):
             _alternating(sides | {name: side(1, 3)}, [[5]])
