@@ -189,7 +189,7 @@ def test_an_engine_of_tensorrt_llm_loses_no_request(tmp_path: Path, monkeypatch:
         result = CliRunner().invoke(scripts.soak.main, [*map(str, words), "--json"])
         assert result.exit_code == 0, result.output
         report = SoakReport(**json.loads(result.stdout))
-        assert sum(report.num_by_outcome.values()) == report.num_sent > 10 and "error" not in report.num_by_outcome
+        assert sum(report.num_by_outcome.values()) == report.num_sent > 2 and "error" not in report.num_by_outcome
         assert report.num_by_outcome["cancelled"] > 0 and report.num_leaked_pages is None
         text = CliRunner().invoke(scripts.soak.main, list(map(str, words))).stdout
         assert "pages and preemptions are TensorRT-LLM's own" in text
