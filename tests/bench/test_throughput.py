@@ -160,4 +160,6 @@ def test_the_text_of_a_comparison_of_policies_names_the_best(monkeypatch, tmp_pa
     loads = ((64, 3), (4, 5), (1, 5), (16, 5))
     reports = [replace(report, concurrency=number, best_fixed_length=length) for number, length in loads]
     assert best_lengths(reports) == {1: 5, 64: 3}, "as `draft_length` of a runtime takes it"
+    again = [*reports, replace(report, concurrency=99, best_fixed_length=5)]
+    assert best_lengths(again) == {1: 5, 64: 3, 99: 5}
     assert RuntimeConfig(draft_length=best_lengths(reports)).draft_length == {1: 5, 64: 3}

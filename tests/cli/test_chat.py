@@ -14,7 +14,7 @@ from dflash_trt.cli import conversation
 from dflash_trt.cli.conversation import _Conversation, converse
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.exit_codes import ExitCode
-from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.request import GenerationOutput, RequestStatistics, SamplingParams
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.output_processor import StreamChunk
 from dflash_trt.serving.text import TextCodec
@@ -99,7 +99,8 @@ class ScriptedStream:
 
 def _answer(text: str, *, seconds: float = 1.0, error: str | None = None) -> GenerationOutput:
     output = output_without_tokens("r", "stop" if error is None else "error", text=text, error=error)
-    return replace(output, total_s=seconds, token_ids=(1, 2))
+    cached = RequestStatistics(num_prefix_hit_tokens=int(2 * seconds))
+    return replace(output, total_s=seconds, token_ids=(1, 2), num_prompt_tokens=10, statistics=cached)
 
 
 def test_what_is_refused_or_interrupted_before_its_answer_is_no_part_of_a_conversation(capsys) -> None:
@@ -165,3 +166,4 @@ def test_a_conversation_sends_its_system_message_then_all_turns_and_then_the_new
     said_so_far.print_summary(load_time_s=0.5, max_draft_tokens=0)
     said = capsys.readouterr().err
     assert "4 requests (1 failed)" in said and "8 output tokens in 8.50 s" in said and "loaded in 0.50 s" in said
+    assert "prompt tokens from the prefix cache: 17 of 40" in said, "of all turns"

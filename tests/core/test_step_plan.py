@@ -14,6 +14,7 @@ from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.step_plan import (
     ExecutorLimits,
     FinishedStep,
+    JointRows,
     PageWindow,
     StateCopies,
     StepPlan,
@@ -93,6 +94,15 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
         for kind, found in (("restore", plan.restores), ("save", plan.saves))
         for copy in zip(found.slots.tolist(), found.snapshots.tolist(), strict=True)
     )
+
+
+@settings(deadline=None)
+@given(st.lists(plans(), min_size=1, max_size=3))
+def test_a_joint_step_decodes_where_no_rank_has_a_longer_row(ranks: list[StepPlan]) -> None:
+    joint = JointRows.of([plan.rows for plan in ranks])
+    lengths = [plan.rows.num_tokens.tolist() for plan in ranks]
+    assert joint.num_tokens == tuple(map(sum, lengths)) and joint.num_requests == max(map(len, lengths))
+    assert joint.is_decode == (max(map(max, lengths)) <= K + 1)
 
 
 def test_limits_leave_room_for_a_row_behind_the_last_token() -> None:
