@@ -38,8 +38,8 @@ BROKEN = {
         "Install it: pip install tensorrt (11.0 or newer), or build with --backend torch."
     ),
     "import os\nos._exit(3)": "its process ended with 3",
-    "import os, sys\nprint('terminate called', file=sys.stderr, flush=True)\nos.abort()": (
-        "its process ended with -6: terminate called"
+    "import os, sys\nprint('terminate called\\n  what(): no device\\n', file=sys.stderr, flush=True)\nos.abort()": (
+        "its process ended with -6: what(): no device"
     ),
     "import time\ntime.sleep(60)": "no answer in 3 s",
     WORKING.replace("Builder = Logger", "def Builder(logger): return None"): (
