@@ -196,9 +196,11 @@ def test_missing_truncated_and_changed_files_are_refused_in_one_error(engine: Pa
     )
 
 
-def test_a_file_put_among_the_tokenizer_files_is_refused(engine: Path) -> None:
-    (engine / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
-    _assert_refused(engine, "tokenizer/chat_template.jinja is not listed in config.json")
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja"])
+def test_a_file_put_among_the_tokenizer_files_is_refused(engine: Path, name: str) -> None:
+    (engine / "tokenizer" / name).parent.mkdir(exist_ok=True)
+    (engine / "tokenizer" / name).write_text("{{ messages }}")
+    _assert_refused(engine, f"tokenizer/{name} is not listed in config.json")
 
 
 def test_large_files_are_hashed_only_when_asked(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
