@@ -9,22 +9,26 @@ from dflash_trt.core.frozen import MAX_INT32
 # Usual costs and acceptance: what a choice of K starts from before anything is measured.
 USUAL_RATE: Final = 0.75  # of drafts that are accepted after an accepted one
 NUM_FIXED_ROWS: Final = {"cpu": 10.0, "cuda": 200.0}  # rows that cost as much as a step without any
+_NUM_FIXED_ROWS_IN_FOUR_BITS: Final = 3.0  # on a CPU, whose steps read a quarter and compute as much
 DRAFTER_FRACTION: Final = 0.25  # cost of drafting, relative to the target's at the same rows
 
 
-def usual_draft_lengths(most: int, max_batch_size: int, device: Literal["cpu", "cuda"]) -> dict[int, int]:
+def usual_draft_lengths(
+    most: int, max_batch_size: int, device: Literal["cpu", "cuda"], *, has_four_bits: bool = False
+) -> dict[int, int]:
     """K by the number of requests from which it holds: the most tokens for the cost of a step, as these usually are.
 
     A GPU prepares graphs for each K: it takes as many as the drafter makes for a request alone, then half of them, a
-    quarter and so on.
+    quarter and so on. `has_four_bits`: the target's weights.
     """
+    is_cpu = device == "cpu"
+    num_fixed = _NUM_FIXED_ROWS_IN_FOUR_BITS if is_cpu and has_four_bits else NUM_FIXED_ROWS[device]
 
     def speed(size: int, length: int) -> float:
         num_emitted = sum(USUAL_RATE**i for i in range(length + 1))
-        num_rows = NUM_FIXED_ROWS[device] + size * (length + 1)
+        num_rows = num_fixed + size * (length + 1)
         return num_emitted / (num_rows * (1 + DRAFTER_FRACTION * (length > 0)))
 
-    is_cpu = device == "cpu"
     lengths = range(most, -1, -1) if is_cpu else [most >> halvings for halvings in range(most.bit_length() + 1)]
     found: dict[int, int] = {} if is_cpu else {1: most}
     for size in (1 << power for power in range(max_batch_size.bit_length())):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
@@ -16,6 +16,8 @@ from dflash_trt.core.runtime_config import NODES, Device, RuntimeConfig, Setting
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
+
+_FOUR_BITS: Final = ("int4", "mxfp4", "nvfp4_w4a16")  # which the CPU kernels multiply as they are
 
 
 def open_executor(
@@ -103,9 +105,19 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         usual = {1: most}
         if most and not config.adaptive_draft_length:
             limits = engine.manifest.build_config
-            usual = usual_draft_lengths(most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda")
+            usual = usual_draft_lengths(
+                most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda", has_four_bits=_has_four_bits(engine)
+            )
         resolved["draft_length"] = config.draft_length or usual
     return config.model_copy(update=resolved)
+
+
+def _has_four_bits(engine: EngineDir) -> bool:
+    """True if most of the target's linear layers have weights of four bits."""
+    quantization = engine.manifest.pretrained_config.quantization
+    formats = {} if quantization is None else quantization.linears
+    of_target = [name for linear, name in formats.items() if linear.startswith("target.layers.")]
+    return sum(name in _FOUR_BITS for name in of_target) > len(of_target) / 2
 
 
 def _overlaps(config: RuntimeConfig, device: str) -> bool:

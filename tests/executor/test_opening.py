@@ -10,6 +10,7 @@ from dflash_trt.backends.base import backend_of
 from dflash_trt.core.draft_lengths import usual_draft_lengths
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig, SettingError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening, threads
@@ -62,6 +63,22 @@ def test_what_is_left_open_is_decided_by_engine_and_machine(
     assert two.num_threads == 8, "each node has its own"
     alone = resolved_config(EngineDir.open(root / "alone"), RuntimeConfig(device="cpu"))
     assert (alone.draft_length, max_draft_len(EngineDir.open(root / "alone"))) == ({1: 0}, 0)
+
+
+@pytest.mark.parametrize(
+    ("formats", "has_four_bits"),
+    [(["int4"] * 3, True), (["nvfp4_w4a16", "fp8", "mxfp4"], True), (["int4", "fp8"], False), (["fp8"] * 3, False)],
+    ids=str,
+)
+def test_a_target_in_four_bits_is_given_fewer_drafts(pair: EngineDir, formats: list[str], has_four_bits: bool) -> None:
+    linears = {f"target.layers.0.{index}": name for index, name in enumerate(formats)}
+    of_drafter = {f"draft.layers.0.{index}": "fp8" if has_four_bits else "int4" for index in range(4)}
+    models = pair.manifest.pretrained_config
+    models = models.model_copy(update={"quantization": QuantizationSpec(linears=linears | of_drafter)})
+    engine = replace(pair, manifest=pair.manifest.model_copy(update={"pretrained_config": models}))
+    found = resolved_config(engine, RuntimeConfig(device="cpu")).draft_length
+    assert found == usual_draft_lengths(K, 64, "cpu", has_four_bits=has_four_bits)
+    assert (found == USUAL) is not has_four_bits
 
 
 @pytest.mark.parametrize(
