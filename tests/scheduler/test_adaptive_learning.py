@@ -240,6 +240,16 @@ def test_a_machine_that_slows_down_is_noticed_before_the_medians_are() -> None:
     assert slow > 0.013
 
 
+def test_a_kind_of_step_that_became_slow_for_good_is_no_slow_machine() -> None:
+    """At first all K look slower; then this one's median says it."""
+    costs = costs_of({(4, 2): 0.010, (4, 6): 0.020}, count=40)
+    estimates = []
+    for _ in range(400):
+        costs.add(4, 2, 0.020, num_prefill_tokens=0, is_steady=True)
+        estimates.append(costs.estimate(4, 6))
+    assert estimates[20] > 0.028 and estimates[-1] < 0.022
+
+
 def test_the_age_of_a_measurement_counts_all_steps_since_it() -> None:
     costs = StepCosts()
     for count, age in ((1, None), (2, None), (3, 0), (4, 0)):

@@ -213,3 +213,17 @@ def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     assert store.retain(node) == 0 and store.reserve() is None
     store.release(0)
     assert store.reserve() == 0 and node.snapshot_id is None
+
+
+def test_a_snapshot_of_the_hosts_tier_comes_back_to_one_that_is_free_or_idle() -> None:
+    store = SnapshotStore(1, HostTier(PrefixTree(1)))
+    away, other = (PrefixNode((token,), block_id=token, parent=None, salt="") for token in (1, 2))
+    assert not store.has(away)
+    away.host_snapshot_id = 0
+    assert store.has(away), "there is a free one"
+    reserved = store.reserve()
+    assert reserved is not None and not store.has(away)
+    store.attach(reserved, other)
+    assert store.has(away) and store.has(other)
+    store.retain(other)
+    assert not store.has(away) and store.has(other)

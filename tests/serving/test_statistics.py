@@ -26,6 +26,11 @@ def test_a_percentile_is_the_value_that_so_many_do_not_exceed() -> None:
     found = samples.distribution()
     assert (found.p50, found.p90, found.p99, found.max) == (500, 900, 990, 1000)
     assert (found.count, found.mean) == (1000, 500.5)
+    few = Samples()
+    for value in range(1, 8):
+        few.add(value)
+    found = few.distribution()
+    assert (found.p50, found.p90, found.p99) == (4, 7, 7)
 
 
 def test_percentiles_are_of_recent_values_and_the_rest_is_of_all() -> None:
