@@ -155,6 +155,8 @@ CURVES = {"plain": curve((50, 400), (100, 100)), "drafted": curve((60, 300), (20
 def test_the_hull_has_the_points_that_no_other_exceeds() -> None:
     assert [(p.per_user, p.per_gpu) for p in hull(CURVES)] == [(50, 400), (60, 300), (200, 150)]
     assert frontier(CURVES["drafted"]) == CURVES["drafted"][:2]
+    level, tall = curve((50, 300), (60, 300)), curve((60, 200), (60, 300))
+    assert frontier(level) == level[1:] and frontier(tall) == tall[1:], "no better in one speed, and worse in the other"
 
 
 def test_throughput_is_compared_at_a_speed_per_user() -> None:

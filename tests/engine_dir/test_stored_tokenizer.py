@@ -46,6 +46,16 @@ def test_a_special_token_in_a_text_is_one_token_unless_it_is_split(tmp_path: Pat
     assert (ids == [2]) == is_one_token and ids == load_tokenizer(path).encode("<|im_end|>")
 
 
+def test_a_tokenizer_that_was_saved_with_a_length_reads_every_text_whole(tmp_path: Path) -> None:
+    path, texts = write_byte_level(tmp_path), ("a", "more than three tokens")
+    saved = StoredTokenizer.open(path).backend
+    whole = [saved.encode(text).ids for text in texts]
+    saved.enable_truncation(3)
+    saved.enable_padding(length=9)
+    saved.save(str(path / "tokenizer.json"))
+    assert [StoredTokenizer.open(path).backend.encode(text).ids for text in texts] == whole
+
+
 @pytest.mark.parametrize("template", [3, {"default": 3}])
 def test_a_template_that_is_no_text_is_refused(template: Any) -> None:
     with pytest.raises(ValueError, match="chat_template: expected text, or texts by name"):
