@@ -1,6 +1,7 @@
 """The rows of `run`, `eval` and every bench: one reader for all of them."""
 
 import json
+import re
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -30,7 +31,7 @@ def texts(rows: Any) -> list[str]:
 
 def test_rows_are_in_order_and_blank_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": "b\\u2028", "id": "mine"}\n{"prompt": "c"}')
+    path.write_text('{"prompt": "a"}\n \r\n{"prompt": "b\\u2028", "id": "mine"}\n{"prompt": "c"}')
     rows = PromptSource(path=path).rows(DEFAULTS)
     assert [row.row_id for row in rows] == [1, "mine", 4]
 
@@ -53,6 +54,10 @@ def test_wrong_rows_stay_in_a_run_and_stop_a_measurement(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="2: input row"):
         source.jobs()
     assert texts(replace(source, num_prompts=1).jobs()) == ["a0"], "a wrong row that is not wanted does not matter"
+    wrong = PromptSource(path=written(tmp_path, *[{"promt": "x"}] * 7))
+    with pytest.raises(ConfigError) as error:
+        wrong.jobs()
+    assert re.findall(r"(\d): input row", str(error.value)) == list("12345"), "the first five"
 
 
 def test_a_row_without_a_value_in_a_named_column_has_no_such_field(tmp_path: Path) -> None:

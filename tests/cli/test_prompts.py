@@ -33,11 +33,14 @@ def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -
     defaults = Defaults(sampling=SamplingParams(), wraps_in_chat=True, system="Be brief.")
     system = {"role": "system", "content": "Be brief."}
     own_system = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "hi"}]
-    rows = _rows({"prompt": "a"}, {"messages": [{"role": "user"}]}, {"messages": own_system}, defaults=defaults)
+    late = own_system[::-1]
+    given = ({"prompt": "a"}, *({"messages": messages} for messages in ([{"role": "user"}], own_system, late)))
+    rows = _rows(*given, defaults=defaults)
     assert [_prompt(row) for row in rows] == [
         {"messages": [system, {"role": "user", "content": "a"}]},
         {"messages": [system, {"role": "user"}]},
         {"messages": own_system},
+        {"messages": late},
     ]
 
 
@@ -88,6 +91,7 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
         (b'{"messages": [], "chat_template_kwargs": null}', "chat_template_kwargs: expected an object, found None"),
         (b'{"messages": [], "chat_template_kwargs": {"chat_template": ""}}', "found chat_template, decided by the"),
         (b'{"prompt": "a", "id": 1.5}', "an id that is a string or an integer"),
+        (b'{"prompt": "a", "id": true}', "an id that is a string or an integer, found True"),
         (b'{"prompt": "a", "category": 5}', "category: expected text, found 5"),
         (b'{"prompt": "\\ud800"}', "expected valid Unicode text"),
         (b'{"prompt": "a", "id": "\\udfff"}', "expected valid Unicode text"),

@@ -235,6 +235,15 @@ def test_this_rank_is_named_when_it_fails_alone_whatever_is_on_its_way(ranks: Ra
         ranks.submit()
 
 
+def test_a_worker_that_failed_before_this_rank_is_named(ranks: Ranks) -> None:
+    ranks.devices[1].refused, ranks.devices[0].refused = 1, 2
+    ranks.finish(4)
+    ranks.submit(2)
+    ranks.read()
+    with pytest.raises(RankError, match="rank 1 of 2 failed: ZeroDivisionError: step 1"):
+        ranks.submit()
+
+
 def test_the_end_waits_for_what_is_queued(ranks: Ranks) -> None:
     ranks.submit()
     ranks.plans_of_worker(1)

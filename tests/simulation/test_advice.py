@@ -147,9 +147,14 @@ def test_k_falls_as_the_batch_grows_and_each_is_within_two_percent_of_the_best(f
     layout = of(found, "tp1x4", format_name="fp8")
     lengths = layout.draft_lengths()
     assert min(lengths) == 1 and lengths[1] > next(reversed(lengths.values()))
+    before = 0
     for size, speed in layout.by_batch_size.items():
         others = [layout.speed(size, k).output_tok_per_s for k in range(layout.max_draft_len + 1)]
         assert speed.output_tok_per_s * 1.021 >= max(others)
+        assert speed.num_draft_tokens == before or others[before] * 1.02 < max(others), (
+            "it changes where that is worth it"
+        )
+        before = speed.num_draft_tokens
 
 
 def test_a_drafter_that_is_never_right_is_left_out(pair: PairSpecs, alone: PairSpecs) -> None:
