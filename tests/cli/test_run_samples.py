@@ -1,10 +1,16 @@
 """`run` with several samples of a prompt, and with log probabilities beside those of the output."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dflash_trt.cli.prompts import Job
+from dflash_trt.cli.run import _failure
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.generation_batch import output_without_tokens
 
 WORDS = ["--max-new-tokens", "8", "--ignore-eos", "--temperature", "0.9", "--seed", "3"]
 
@@ -92,3 +98,9 @@ def test_what_cannot_be_is_refused(engine_dir, invoke, words, said) -> None:
     result = invoke("run", engine_dir, "--prompt", "x", *words)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_every_sample_that_failed_is_named() -> None:
+    job = Job(row_id="a", prompt="x", sampling=SamplingParams(n=2))
+    first, second = (output_without_tokens(str(i), "error", text="", error=f"gone {i}") for i in range(2))
+    assert list(_failure(job, replace(first, other_samples=(second,)))) == ["a: gone 0", "a: gone 1"]
