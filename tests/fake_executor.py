@@ -424,7 +424,7 @@ class FakeRanks:
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         plans = (plan, *plan.others)
-        joint = JointRows.of([each.rows for each in plans])
+        joint = JointRows.of(plans)
         assert all(each.joint == joint for each in plans), "a rank expects other rows than there are"
         assert len({each.rows.num_draft_tokens for each in plans}) == 1, "ranks have different K"
         parts = [

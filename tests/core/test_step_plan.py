@@ -99,9 +99,11 @@ def test_the_parts_of_a_plan_are_the_plan(plan: StepPlan, data: st.DataObject) -
 @settings(deadline=None)
 @given(st.lists(plans(), min_size=1, max_size=3))
 def test_a_joint_step_decodes_where_no_rank_has_a_longer_row(ranks: list[StepPlan]) -> None:
-    joint = JointRows.of([plan.rows for plan in ranks])
+    joint = JointRows.of(ranks)
     lengths = [plan.rows.num_tokens.tolist() for plan in ranks]
-    assert joint.num_tokens == tuple(map(sum, lengths)) and joint.num_requests == max(map(len, lengths))
+    assert joint.num_tokens == tuple(map(sum, lengths)) and joint.num_requests == tuple(map(len, lengths))
+    scored = [0 if plan.prompt_rows is None else len(plan.prompt_rows.token_rows) for plan in ranks]
+    assert joint.num_prompt_rows == tuple(scored)
     assert joint.is_decode == (max(map(max, lengths)) <= K + 1)
 
 
