@@ -83,5 +83,5 @@ def test_ranks_with_requests_of_their_own_divide_the_mlp_beside_the_experts(targ
 
     assert refusals() == refusals(shared_size=48) == []
     [refusal] = refusals(shared_size=50)
-    assert refusal.startswith("mapping dp_size: expected a divisor of shared_size 50, found 4")
-    assert refusals(shared_size=50, has_own_norms=True) == [], "each rank has all of it"
+    assert refusal.startswith("mapping tp_size: expected a divisor of target shared_size 50, found 4")
+    assert refusals(shared_size=50, has_own_norms=True) == [refusal], "its ranks divide it, too"
