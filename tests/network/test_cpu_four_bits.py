@@ -11,8 +11,9 @@ from dflash_trt.backends.torch.native.build import instruction_sets, library_pat
 from dflash_trt.backends.torch.native.four_bits import PackedFourBits, four_bit_linear
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
+from dflash_trt.executor import opening
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.formats.registry import dequantize, weight_format
+from dflash_trt.formats.registry import dequantize, weight_format, weight_formats
 from dflash_trt.network.ops import Linear
 
 if isinstance(found := cpu_kernels(), NoKernels):
@@ -64,10 +65,10 @@ def test_a_layer_gives_the_products_of_its_format(kernels: CpuKernels, name: str
     layer, without_bias = layer_of(weight, kernels, bias=bias), layer_of(weight, kernels)
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1])
-        assert error(layer(x), x, exact, bias) < 1e-6
+        assert error(layer(x), x, exact, bias) < 1e-6  # measured 2.8e-7
         assert error(without_bias(x), x, exact) < 1e-6
     weight.tensors()["codes"][shape[0] - 1, -1] ^= 0x70  # the negative control: the last input of the last output
-    assert error(layer_of(weight, kernels, bias=bias)(x), x, exact, bias) > 1e-4
+    assert error(layer_of(weight, kernels, bias=bias)(x), x, exact, bias) > 1e-4  # measured 1.8e-3 and more
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -92,7 +93,7 @@ def test_rounded_activations_are_multiplied_in_bfloat16(kernels: CpuKernels, nam
     for num_rows in ROWS:
         x = torch.randn(num_rows, 320)
         assert error(layer(x), x.bfloat16().float() if kernels.has_bfloat16 else x, exact) < 1e-6
-        assert (error(layer(x), x, exact) > 1e-5) is kernels.has_bfloat16
+        assert (error(layer(x), x, exact) > 1e-5) is kernels.has_bfloat16  # measured 2.6e-4 and more
 
 
 @pytest.mark.parametrize("rounds_inputs", [False, True])
@@ -123,11 +124,15 @@ def test_other_weights_are_left_to_pytorch(kernels: CpuKernels) -> None:
     def taken(weight: QuantizedWeight[Tensor], dtype: torch.dtype = torch.float32) -> bool:
         return isinstance(prepare_linear(Linear(weight=weight), dtype, kernels=kernels), PackedFourBits)
 
-    assert taken(quantized("int4", (32, 64)))
-    assert not taken(quantized("int4", (32, 64)), torch.bfloat16)
-    assert not taken(quantized("fp8_w8a16", (32, 64)))
-    weight, amax = torch.randn(32, 64), torch.ones(1)
-    assert not taken(weight_format("nvfp4").quantize(weight, segments=(32,), weight_amax=amax, input_amax=amax))
+    def made(name: str) -> QuantizedWeight[Tensor]:
+        amax = torch.ones(1)
+        input_amax = amax if weight_format(name).has_input_scale else None
+        return weight_format(name).quantize(
+            torch.randn(32, 128), segments=(32,), weight_amax=amax, input_amax=input_amax
+        )
+
+    assert {name for name in weight_formats() if taken(made(name))} == set(FORMATS) == set(opening._FOUR_BITS)
+    assert not any(taken(made(name), torch.bfloat16) for name in weight_formats())
 
 
 def test_prepared_layers_agree_with_those_that_pytorch_computes(kernels: CpuKernels) -> None:

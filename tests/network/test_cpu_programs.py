@@ -135,7 +135,7 @@ def test_a_bfloat16_engine_is_closer_to_float32_than_pytorchs(pair: tuple[Path, 
         (logits(dtype=torch.bfloat16, has_kernels=has_kernels) - exact).abs().mean().item()
         for has_kernels in (True, False)
     )
-    assert 0 < kernels < 0.7 * pytorch
+    assert 0 < kernels < 0.7 * pytorch  # measured 0.61
 
 
 def test_a_program_that_is_not_repeated_is_noticed(

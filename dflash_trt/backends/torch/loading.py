@@ -158,7 +158,7 @@ def _num_bytes(linear: Linear[Tensor]) -> int:
 
 
 def activation_dtype(network: Network[Tensor]) -> torch.dtype:
-    """The engine's dtype: of activations, and of pages that are not FP8."""
+    """The engine's dtype: of pages that are not FP8, and of activations that no kernel widens."""
     return network.target_weights.embedding.dtype
 
 

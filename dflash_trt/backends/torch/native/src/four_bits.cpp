@@ -26,7 +26,7 @@ class Product
 public:
     Product(DflashTrtFourBitLinear const& arguments, RowsOf<Element> const& x)
         : a_(arguments)
-        , layer_{arguments.packed, arguments.num_in, arguments.block, arguments.values}
+        , layer_{arguments.packed, arguments.num_in, arguments.block}
         , table_(arguments.values)
         , x_(x)
     {
@@ -35,14 +35,13 @@ public:
     /// All rows, in parts of the columns that the threads share.
     void run() const
     {
-        int64_t const columns = (a_.num_out + kPanel - 1) / kPanel * kVectors;
-        int64_t const num_parts = std::min<int64_t>(a_.num_threads, columns / kVectors);
+        int64_t const panels = (a_.num_out + kPanel - 1) / kPanel;
+        int64_t const num_parts = std::min<int64_t>(a_.num_threads, panels);
+        int64_t const num_tiles = (x_.count + kMostRows - 1) / kMostRows;
 #pragma omp parallel for num_threads(num_parts) if (num_parts > 1)
         for (int64_t part = 0; part < num_parts; ++part)
         {
-            int64_t const panels = columns / kVectors;
             int64_t const start = panels * part / num_parts * kVectors, stop = panels * (part + 1) / num_parts * kVectors;
-            int64_t const num_tiles = (x_.count + kMostRows - 1) / kMostRows;
             for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile)
             {
                 int64_t const left = num_tiles - tile, count = (x_.count - row + left - 1) / left;
@@ -84,8 +83,8 @@ private:
         {
             std::fill(of_row, of_row + kColumns, broadcast(0.0F));
         }
-        int64_t const panel_bytes = layer_.panel(1) - layer_.panel(0);
-        uint8_t const* block = layer_.panel(column / kVectors) + column % kVectors * kLanes * 2;
+        int64_t const panel_bytes = layer_.panel_bytes();
+        uint8_t const* block = column_of(layer_.packed, panel_bytes, column);
         int64_t const step = layer_.block / (std::is_same_v<Element, float> ? 1 : 2);
         Element const* x = x_.first + row * x_.stride;
         for (int64_t k = 0; k < a_.num_in; k += layer_.block, block += layer_.block_bytes(), x += step)

@@ -15,27 +15,20 @@ namespace dflash_trt
 
 constexpr int kGroup = 4; // inputs
 constexpr int kGroupBytes = kPanel * 2;
+constexpr int kScaleBytes = kPanel * static_cast<int>(sizeof(BFloat16));
 
-/// Of one layer.
+/// Where the panels and blocks of a layer lie.
 struct FourBits
 {
     uint8_t const* packed;
     int64_t num_in, block;
-    float const* values; // [16], of the codes
 
-    int64_t block_bytes() const
-    {
-        return kPanel * static_cast<int64_t>(sizeof(BFloat16)) + block / kGroup * kGroupBytes;
-    }
-
-    uint8_t const* panel(int64_t index) const
-    {
-        return packed + index * (num_in / block) * block_bytes();
-    }
+    int64_t block_bytes() const { return kScaleBytes + block / kGroup * kGroupBytes; }
+    int64_t panel_bytes() const { return num_in / block * block_bytes(); }
 };
 
 /// Where a vector of outputs has its scales, or its codes, of a tile that begins at `first`.
-inline uint8_t const* column_of(uint8_t const* first, int64_t panel_bytes, int column)
+inline uint8_t const* column_of(uint8_t const* first, int64_t panel_bytes, int64_t column)
 {
     return first + column / kVectors * panel_bytes + column % kVectors * kLanes * 2;
 }
@@ -74,7 +67,7 @@ inline void multiply_block(FourBits const& layer, CodeTable const& table, float 
     {
         scales[column] = load(reinterpret_cast<BFloat16 const*>(column_of(block, panel_bytes, column)));
     }
-    uint8_t const* codes = block + kGroupBytes;
+    uint8_t const* codes = block + kScaleBytes;
     for (int64_t k = 0; k < layer.block; k += kGroup, codes += kGroupBytes)
     {
         Bits words[kColumns];
@@ -108,7 +101,7 @@ inline void multiply_block(FourBits const& layer, CodeTable const& table, Pair c
             of_block[row][column] = broadcast(0.0F);
         }
     }
-    uint8_t const* codes = block + kGroupBytes;
+    uint8_t const* codes = block + kScaleBytes;
     for (int64_t k = 0; k < layer.block / 2; k += kGroup / 2, codes += kGroupBytes)
     {
         Bits low[kColumns], high[kColumns];
