@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.quantized_linear import dequantize
+from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.formats.base import QuantizedWeight, is_of_experts
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.rank_tensors import RankTensors, map_linears
@@ -135,7 +135,4 @@ class _PairWeights:
         )
 
     def _dequantized(self, linear: Linear[Tensor]) -> Linear[Tensor]:
-        weight = linear.weight
-        if not isinstance(weight, QuantizedWeight) or is_of_experts(weight):
-            return linear
-        return replace(linear, weight=dequantize(weight, self._dtype))
+        return prepare_linear(linear, self._dtype) if isinstance(linear.weight, QuantizedWeight) else linear

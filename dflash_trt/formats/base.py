@@ -7,8 +7,8 @@ unless the format has one per row, or block scales alone. In exact arithmetic, f
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
 where W_s is the dequantized weight, as defined by the format, and x_s is x if `input_scale` is None, else x quantized
-and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a
-backend can see that one activation quantization serves the whole GEMM.
+and dequantized with input_scale[s]; a format with `has_token_scales` says how it quantizes x. Scales that are equal in
+all segments are stored equal, so that a backend can see that one activation quantization serves the whole GEMM.
 
 Weights are N-D: the last two axes are out and in, leading axes are experts. `T` is a backend's tensor handle.
 """
@@ -57,7 +57,7 @@ class QuantizedWeight(Generic[T]):
 
     segments: tuple[int, ...]  # rows per stacked linear
     weight_scale: T | None = None  # float32 [..., segments], or [..., out] where it is not `per_segment`
-    input_scale: T | None = None  # float32 [..., segments]; None means unquantized activations (weight-only)
+    input_scale: T | None = None  # float32 [..., segments]; None means activations without static scales
 
     def tensors(self) -> dict[str, T]:
         """Tensors by field name, codes first and the scales that all formats have last."""
@@ -103,10 +103,17 @@ class WeightFormat(ABC):
     )
     instead: ClassVar[str] = ""  # hint for an older GPU
     has_input_scale: ClassVar[bool] = False  # activations are quantized too, with static scales from calibration
+    has_token_scales: ClassVar[bool] = False  # activations are quantized too, a token with a scale that running finds
     shares_weight_scale: ClassVar[bool] = False  # all segments are quantized with the largest of their scales
     columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
+    max_columns: ClassVar[int | None] = None  # input features that the sums hold
     has_partial_blocks: ClassVar[bool] = False  # the last block of a row or a segment may be smaller
     modelopt_activation: ClassVar[Mapping[str, Any]] = {}  # ModelOpt's description of the activation quantizer
+
+    @property
+    def is_weight_only(self) -> bool:
+        """True if activations keep their dtype."""
+        return not (self.has_input_scale or self.has_token_scales)
 
     @property
     def rows_per_block(self) -> int:

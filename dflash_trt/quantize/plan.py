@@ -240,10 +240,14 @@ def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[st
         hint = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
         yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, hint=hint)
         return
-    if planned.format is None or (known := weight_format(planned.format)).has_partial_blocks:
+    if planned.format is None:
         return
+    known = weight_format(planned.format)
+    if known.max_columns is not None and columns > known.max_columns:
+        expected = f"at most {known.max_columns} input features for {planned.format}"
+        yield problem(name, expected=expected, found=str(columns), hint=f"Add the override '{name}: none'.")
     block = known.columns_per_block
-    if columns % block:
+    if columns % block and not known.has_partial_blocks:
         hint = f"Add the override '{name}: fp8' or '{name}: none'."
         expected = f"input features in blocks of {block} for {planned.format}"
         yield problem(name, expected=expected, found=str(columns), hint=hint)
@@ -263,7 +267,7 @@ def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
 
 
 def _differing(name: str, known: Iterable[str]) -> list[str]:
-    """Those that differ from `name` in more than their numbers: int4 is not what int8 was meant to be."""
+    """Those that differ from `name` in more than their numbers: int4 is not what int3 was meant to be."""
     return [other for other in known if re.sub(r"\d", "", other) != re.sub(r"\d", "", name)]
 
 

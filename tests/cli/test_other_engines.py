@@ -142,8 +142,8 @@ def test_a_value_of_others_leads_to_one_of_ours(theirs: str, tmp_path) -> None:
 
 
 def test_another_number_of_bits_is_not_what_was_meant(tmp_path) -> None:
-    result = CliRunner().invoke(cli, ["build", "demo", "-o", str(tmp_path / "e"), "--quantization", "int8"])
-    assert "found int8. Choose one of them." in result.stderr
+    result = CliRunner().invoke(cli, ["build", "demo", "-o", str(tmp_path / "e"), "--quantization", "int3"])
+    assert "found int3. Choose one of them." in result.stderr
 
 
 @pytest.mark.parametrize("foreign", sorted(NAMES.keys() - RuntimeConfig.model_fields))

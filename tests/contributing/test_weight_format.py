@@ -25,11 +25,11 @@ NUM_NEW = 16
 # The scales multiply the products here, the weights there: measured 2.9e-6, and 0.010 with one row 10 % smaller.
 TOLERANCE = 2e-5
 
-LINEARS = QuantizationSpec(linears={"target.layers.0.qkv": "int8", "target.layers.1.qkv": "int8"})
+LINEARS = QuantizationSpec(linears={"target.layers.0.qkv": "int8_w8a16", "target.layers.1.qkv": "int8_w8a16"})
 
 
 @pytest.fixture
-def int8(add_module: AddModule) -> None:
+def int8_w8a16(add_module: AddModule) -> None:
     add_module(RECIPE, formats, weight_formats)
 
 
@@ -54,18 +54,18 @@ def write_dequantized(target: Path, output: Path, *, factor: float = 1.0) -> Pat
 
 
 def test_the_recipe_is_one_file() -> None:
-    assert list(RECIPE.files) == ["dflash_trt/formats/int8.py"]
+    assert list(RECIPE.files) == ["dflash_trt/formats/int8_w8a16.py"]
     assert "1 file" in RECIPE.heading and not RECIPE.patch
 
 
 def test_without_the_file_the_format_is_refused_by_name(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"format of target: expected none, fp8, .*, found int8"):
-        build(target, tmp_path / "engine", quantization=QuantizationConfig(target="int8"))
+    with pytest.raises(ConfigError, match=r"format of target: expected none, fp8, .*, found int8_w8a16"):
+        build(target, tmp_path / "engine", quantization=QuantizationConfig(target="int8_w8a16"))
 
 
-@pytest.mark.usefixtures("int8")
+@pytest.mark.usefixtures("int8_w8a16")
 def test_an_engine_in_the_format_gives_the_logits_of_its_dequantized_weights(target: Path, tmp_path: Path) -> None:
-    engine = build(target, tmp_path / "int8", quantization=QuantizationConfig(target="int8"))
+    engine = build(target, tmp_path / "engine", quantization=QuantizationConfig(target="int8_w8a16"))
     stored = load_file(engine.weights_path(0))
     assert stored["target.layers.0.qkv"].dtype == torch.int8
     tokens, logprobs = generate(engine, PROMPT, NUM_NEW)
@@ -80,9 +80,9 @@ def test_an_engine_in_the_format_gives_the_logits_of_its_dequantized_weights(tar
     assert float((logprobs - other).abs().max()) > 100 * TOLERANCE
 
 
-@pytest.mark.usefixtures("int8")
+@pytest.mark.usefixtures("int8_w8a16")
 def test_two_ranks_hold_the_two_halves_of_a_weight_and_of_its_scales(target: Path, tmp_path: Path) -> None:
-    quantization = QuantizationConfig(target="int8")
+    quantization = QuantizationConfig(target="int8_w8a16")
     whole = load_file(build(target, tmp_path / "one", quantization=quantization).weights_path(0))
     engine = build(target, tmp_path / "two", quantization=quantization, tp_size=2)
     ranks = [load_file(engine.weights_path(rank)) for rank in range(2)]
@@ -94,15 +94,16 @@ def test_two_ranks_hold_the_two_halves_of_a_weight_and_of_its_scales(target: Pat
     assert torch.equal(torch.cat(pieces), whole[f"{gate_up}.weight_scale"])
 
 
-@pytest.mark.usefixtures("int8")
+@pytest.mark.usefixtures("int8_w8a16")
 def test_back_ends_without_a_kernel_refuse_it_by_name(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    spec, message = read_target_spec(target), "expected fp8,.*nvfp4.*found int8.* in target.layers.0.qkv and 1 more"
+    message = "expected fp8,.*nvfp4.*found int8_w8a16.* in target.layers.0.qkv and 1 more"
+    spec, overrides = read_target_spec(target), {"*qkv": "int8_w8a16"}
     [refusal] = backend_of("cuda").unsupported(spec, None, LINEARS, Mapping())
     assert re.search(message, refusal)
     assert backend_of("torch").unsupported(spec, None, LINEARS, Mapping()) == []
     monkeypatch.setattr(backend_of("tensorrt"), "compiler", lambda config, base_dir: None)  # no TensorRT needed
     with pytest.raises(BuildError, match=message):
-        build(target, tmp_path / "trt", backend="tensorrt", quantization=QuantizationConfig(overrides={"*qkv": "int8"}))
+        build(target, tmp_path / "trt", backend="tensorrt", quantization=QuantizationConfig(overrides=overrides))

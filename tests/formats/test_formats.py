@@ -11,6 +11,7 @@ from dflash_trt.formats.base import QuantizedWeight, segment_amax, slice_quantiz
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
 from dflash_trt.formats.int4 import Int4Weight
+from dflash_trt.formats.int8 import Int8Weight, token_codes
 from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.formats.registry import dequantize, format_of, format_with, weight_format, weight_formats
@@ -79,11 +80,17 @@ def int4_element(weight: Weight, n: int, k: int) -> torch.Tensor:
     return torch.tensor(float(nibble(weight.codes, n, k) - 8)) * weight.block_scale[n, k // 32].float()
 
 
+def int8_element(weight: Weight, n: int, k: int) -> torch.Tensor:
+    assert isinstance(weight, Int8Weight)
+    return weight.codes[n, k].float() * weight.weight_scale[n]
+
+
 ELEMENTS: dict[str, Callable[[Weight, int, int], torch.Tensor]] = {
     "fp8": fp8_element,
     "fp8_block": fp8_block_element,
     "fp8_w8a16": fp8_row_element,
     "int4": int4_element,
+    "int8": int8_element,
     "mxfp4": mxfp4_element,
     "nvfp4": nvfp4_element,
     "nvfp4_w4a16": nvfp4_element,
@@ -105,6 +112,7 @@ def test_a_weight_dequantizes_by_its_definition(name: str) -> None:
         ("fp8_w8a16", 2**-4, 1),
         ("fp8_block", 2**-4, 1),
         ("int4", 1 / 15 + 2**-8, 32),
+        ("int8", 1 / 254, COLUMNS),
         ("mxfp4", 1 / 3, 32),
         ("nvfp4", (1 + 2**-4) / 6, 16),
     ],
@@ -205,6 +213,20 @@ def test_the_even_column_of_int4_is_the_low_nibble() -> None:
     codes[0, 0] = 0xF1  # -7, 7
     weight = Int4Weight(segments=(1,), codes=codes, block_scale=torch.ones(1, 1, dtype=torch.bfloat16))
     assert dequantize(weight)[0, :3].tolist() == [-7.0, 7.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_int8_is_rounded_to_even_with_its_own_scale(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-127.0, 0.5, 1.5, -2.5, 64.0], [0.0, 0.0, 0.0, 0.0, 0.0], [2.0**-140, 0.0, 3.0, -3.0, 1.0]])
+    codes, scale = token_codes(x.to(dtype))
+    assert codes.tolist() == [[-127, 0, 2, -2, 64], [0] * 5, [0, 0, 127, -127, 42]]
+    assert scale.flatten().tolist() == [1.0, 2.0**-126, float(torch.tensor(3.0) / 127)]
+
+
+def test_tokens_of_int8_that_are_tiny_or_not_finite_have_scales_that_say_so() -> None:
+    codes, scale = token_codes(torch.tensor([[2.0**-130, -(2.0**-126)], [torch.inf, 1.0], [torch.nan, 1.0]]))
+    assert codes[0].tolist() == [0, -1]
+    assert not bool((scale[1:] * codes[1:].sum(dim=1, keepdim=True)).isfinite().any())
 
 
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]  # between two numbers of E2M1, and its largest

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from dflash_trt.backends.torch import int8_linear
 from dflash_trt.backends.torch.attention import read_pages, write_pages
 from dflash_trt.backends.torch.attention_plan import PageSlots, QueryGroup, Scratch
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.int8 import MAX_COLUMNS, Int8Weight
 from dflash_trt.formats.registry import dequantize
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.ops import Linear
@@ -16,7 +18,7 @@ from tests.caches import cache_of
 from tests.engines import decode, make_executor
 
 SEGMENTS = (32, 16, 48)
-FORMATS = ["fp8", "nvfp4", "nvfp4_w4a16"]
+FORMATS = ["fp8", "int8", "nvfp4", "nvfp4_w4a16"]
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 # The float32 sums of a GEMM come in another order; measured on this test: 1.8e-7 relative to the largest output.
@@ -29,7 +31,7 @@ def quantized_weight(
     weight_format: str, *, input_amax: tuple[float, ...] = (3.0, 3.0, 3.0)
 ) -> QuantizedWeight[torch.Tensor]:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
-    amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
+    amax = torch.tensor(input_amax) if known_format(weight_format).has_input_scale else None
     ranges = segment_amax(weight, SEGMENTS)
     return known_format(weight_format).quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
 
@@ -38,8 +40,13 @@ def activations() -> torch.Tensor:  # [7, 64], with values beyond the calibrated
     return 1.5 * torch.randn(7, 64, generator=torch.Generator().manual_seed(2))
 
 
-def quantized(x: torch.Tensor, weight_format: str, scale: float) -> torch.Tensor:
+def quantized(x: torch.Tensor, weight_format: str, scale: float | None) -> torch.Tensor:
     """x_s of the definition, written down once more, value by value."""
+    if weight_format == "int8":
+        row_scale = x.abs().amax(dim=1, keepdim=True) / 127
+        return torch.tensor([[round(v) for v in row] for row in (x / row_scale).tolist()]) * row_scale.double()
+    if scale is None:
+        return x
     if weight_format == "fp8":
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     blocks = x.view(len(x), -1, 16)
@@ -53,7 +60,7 @@ def quantized(x: torch.Tensor, weight_format: str, scale: float) -> torch.Tensor
 def defined_output(x: torch.Tensor, weight: QuantizedWeight[torch.Tensor], weight_format: str) -> torch.Tensor:
     rows = torch.split(dequantize(weight).double(), SEGMENTS)
     scales = [None] * 3 if weight.input_scale is None else weight.input_scale.tolist()
-    seen = [x if scale is None else quantized(x, weight_format, scale) for scale in scales]
+    seen = [quantized(x, weight_format, scale) for scale in scales]
     return torch.cat([(a.double() @ w.T) for a, w in zip(seen, rows, strict=True)], dim=1)
 
 
@@ -94,6 +101,52 @@ def test_a_bias_is_added_after_the_scales() -> None:
         apply_quantized(x, prepare_linear(Linear(weight=weight, bias=b), torch.float32)) for b in (None, bias)
     )
     assert torch.equal(biased, plain + bias)
+
+
+def int8_weight(num_out: int, num_in: int) -> Int8Weight[torch.Tensor]:
+    """As in a checkpoint, where -128 occurs."""
+    codes = torch.randint(-128, 128, (num_out, num_in), generator=torch.Generator().manual_seed(3)).to(torch.int8)
+    return Int8Weight(segments=(num_out,), codes=codes, weight_scale=torch.linspace(0.01, 0.03, num_out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 40])
+@pytest.mark.parametrize("num_in", [37, 3000])
+def test_int8_gives_the_bits_of_its_definition(num_in: int, num_rows: int, dtype: torch.dtype) -> None:
+    weight, bias = int8_weight(45, num_in), torch.linspace(-1, 1, 45).to(dtype)
+    x = torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    found = apply_quantized(x, prepare_linear(Linear(weight=weight, bias=bias), dtype))
+    scale = x.float().abs().amax(dim=1, keepdim=True) / 127 if num_rows else torch.ones(0, 1)
+    sums = (x.float() / scale).round().double() @ weight.codes.double().T
+    assert torch.equal(found, (sums.float() * weight.weight_scale * scale + bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize("has_int_mm", [True, False])
+def test_sums_of_int8_are_exact_at_their_largest(has_int_mm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_int_mm:
+        monkeypatch.setattr(int8_linear, "_is_int_mm_exact", lambda: False)
+    x, weight = torch.full((2, MAX_COLUMNS), 127, dtype=torch.int8), torch.full((3, MAX_COLUMNS), -128)
+    x[1, ::3] = -126
+    weight[2, ::2] = 127
+    found = int8_linear.int32_product(x, weight.to(torch.int8))
+    assert found.dtype == torch.int32 and torch.equal(found.double(), x.double() @ weight.double().T)
+
+
+def test_an_int8_product_that_saturates_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of oneDNN without VNNI, which adds pairs in 16 bits."""
+
+    def saturating(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        products = (x.int()[:, :, None] * weight.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+        return products.sum(1, dtype=torch.int32)
+
+    weight, x = int8_weight(8, 64), 127 * torch.ones(3, 64)
+    expected = apply_quantized(x, Linear(weight=weight))
+    int8_linear._is_int_mm_exact.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    try:
+        assert torch.equal(apply_quantized(x, Linear(weight=weight)), expected)
+    finally:
+        int8_linear._is_int_mm_exact.cache_clear()
 
 
 @pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (1.0, 2.0, 3.0)])

@@ -125,6 +125,17 @@ def test_nvfp4_needs_whole_blocks(tmp_path: Path) -> None:
     assert "4 problems" in message
 
 
+def test_int8_takes_as_many_input_features_as_its_sums_hold(tmp_path: Path) -> None:
+    def plan(size: int, **choices: Any) -> QuantizationPlan:
+        target = make_target(tmp_path / str(size), hidden_size=16, intermediate_size=size, num_hidden_layers=1)
+        return plan_of(open_pair(target, None), **choices)
+
+    assert not plan(65536, target="int8").needs_calibration
+    with pytest.raises(ConfigError, match=r"0\.down: expected at most 65536 input features for int8, found 65537"):
+        plan(65537, target="int8")
+    assert "target.layers.0.down" not in plan(65537, target="int8", overrides={"*.down": "none"}).formats
+
+
 def test_a_checkpoint_that_is_quantized_keeps_its_format(specs: Any) -> None:
     stored = QuantizationSpec(linears={"target.layers.0.qkv": "fp8"})
     plan = plan_of(specs, stored=stored, drafter="fp8")

@@ -28,11 +28,12 @@ class TorchBackend:
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
         from dflash_trt.backends.torch.quantized_linear import ACTIVATIONS
+        from dflash_trt.formats.int8 import Int8Weight
 
         return list(
             unsupported_formats(
                 quantization,
-                lambda known: not known.has_input_scale or known.weight_type in ACTIVATIONS,
+                lambda known: known.is_weight_only or known.weight_type in (*ACTIVATIONS, Int8Weight),
                 hint="Build with --quantization none, or with one of these formats.",
             )
         )

@@ -21,6 +21,7 @@ from dflash_trt.backends.torch.process_group import summed_in_order
 from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.network.ops import DeltaParameters, Experts, Linear, Rows
 from dflash_trt.network.state import RecurrentCache
 
@@ -88,8 +89,10 @@ def _kind(linear: Linear[Tensor]) -> Hashable:
 
 
 def _sums_in_order(linear: Linear[Tensor]) -> bool:
-    """The CPU kernels add up a row's products in order, however many rows there are."""
+    """The CPU kernels add up a row's products in order, however many rows there are; sums of integers are exact."""
     weight = linear.weight
+    if isinstance(weight, Int8Weight):
+        return True
     if isinstance(weight, DequantizedWeight):
         return all(isinstance(piece.linear, NativeLinear) for piece in weight.pieces)
     return isinstance(linear, NativeLinear)

@@ -18,6 +18,7 @@ from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, dequantize
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, expert_of
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 
 _NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
@@ -90,8 +91,11 @@ def apply_expert(x: Tensor, linear: Linear[Tensor]) -> Tensor:
 
 
 def unpacked_expert(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
-    """A quantized expert stays packed, and is dequantized for a call alone: no memory holds all of them."""
-    if not isinstance(linear.weight, QuantizedWeight):
+    """A quantized expert stays packed, and is dequantized for a call alone: no memory holds all of them.
+
+    That of INT8 is multiplied as it is.
+    """
+    if not isinstance(linear.weight, QuantizedWeight) or isinstance(linear.weight, Int8Weight):
         return linear
     return replace(linear, weight=dequantize(linear.weight, dtype, is_kept=False))
 

@@ -13,11 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.int8_linear import apply_int8
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.native.four_bits import four_bit_linear
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
 from dflash_trt.formats.registry import format_of
 from dflash_trt.network.ops import Linear
@@ -87,7 +89,7 @@ def prepare_linear(
 
     A CPU gets exact codes in `dtype`, and weights that are stored in fewer bits are widened to it. A GPU keeps what
     saves memory: FP8 codes for its FP8 units, 4-bit weights with plain activations to be unpacked in each call.
-    Quantized experts stay packed anywhere.
+    Codes of INT8, and quantized experts, stay as they are anywhere.
     """
     weight = linear.weight
     if isinstance(weight, Tensor):
@@ -96,7 +98,7 @@ def prepare_linear(
         return pack_for_cpu(wide, kernels, rounds_inputs=rounds_inputs)
     if is_of_experts(weight):
         return linear
-    if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
+    if isinstance(weight, Int8Weight) or (isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight)):
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
@@ -113,6 +115,8 @@ def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     weight = linear.weight
     if isinstance(weight, Fp8Weight):
         return fp8_gemm(x, weight, linear.bias)
+    if isinstance(weight, Int8Weight):
+        return apply_int8(x, weight, linear.bias)
     assert isinstance(weight, QuantizedWeight)
     if not isinstance(weight, DequantizedWeight):
         weight = dequantize(weight, x.dtype, is_kept=False)
