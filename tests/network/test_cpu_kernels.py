@@ -232,7 +232,8 @@ def test_bfloat16_is_left_to_onednn_where_that_is_faster(kernels: CpuKernels, mo
 
 def test_the_library_that_is_loaded_has_the_best_instructions_of_this_cpu() -> None:
     flags = build._cpu_flags()
-    best = "avx512bf16" if "avx512_bf16" in flags else "avx512" if "avx512vl" in flags else "avx2"
+    sets = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512": "avx512vl", "avx2": "avx2"}
+    best = next(name for name, flag in sets.items() if flag in flags)
     assert FOUND.path.name.startswith(f"cpu-kernels-{best}-")
     assert FOUND.has_bfloat16 is (best == "avx512bf16")
 

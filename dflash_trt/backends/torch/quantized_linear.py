@@ -17,6 +17,7 @@ from dflash_trt.backends.torch.int8_linear import apply_int8
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.native.four_bits import four_bit_linear
 from dflash_trt.backends.torch.native.library import CpuKernels
+from dflash_trt.backends.torch.native.linear import integer_linear
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.int8 import Int8Weight
@@ -98,14 +99,16 @@ def prepare_linear(
         return pack_for_cpu(wide, kernels, rounds_inputs=rounds_inputs)
     if is_of_experts(weight):
         return linear
-    if isinstance(weight, Int8Weight) or (isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight)):
+    if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
     if kernels is not None and dtype == torch.float32:
-        packed = four_bit_linear(linear, kernels, rounds_inputs=rounds_inputs)
+        packed = integer_linear(linear, kernels) or four_bit_linear(linear, kernels, rounds_inputs=rounds_inputs)
         if packed is not None:
             return packed
+    if isinstance(weight, Int8Weight):
+        return linear
     values = dequantize(weight, dtype, operands=operands, kernels=kernels, rounds_inputs=rounds_inputs)
     return replace(linear, weight=values)
 

@@ -22,14 +22,17 @@ from typing import Final
 _LOG = logging.getLogger(__name__)
 
 _SOURCES: Final = Path(__file__).parent / "src"
+_AVX512: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma")
 # By instruction set, best first: what /proc/cpuinfo must list. The compiler uses these and no others.
 _INSTRUCTION_SETS: Final = {
-    "avx512bf16": ("avx512_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
-    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
+    "avx512bf16": ("avx512_bf16", "avx512_vnni", *_AVX512),
+    "avx512vnni": ("avx512_vnni", *_AVX512),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma"),
 }
 # Loops are OpenMP's, but the library names no runtime: it finds the one that PyTorch has loaded, with its threads.
-_COMPILE: Final = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
+# A product and a sum are fused where the code says so, and nowhere else: else bits depend on the size of a tile.
+_COMPILE: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
 _LINK: Final = ("-shared", "-Wl,-z,now", "-Wl,-Bsymbolic")  # a missing symbol fails at load, not in a call
 _TIME_LIMIT_S: Final = 300
 _HASH_BYTES: Final = hashlib.sha256().digest_size

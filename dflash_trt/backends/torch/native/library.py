@@ -19,7 +19,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, Unsupported
 
 _LOG = logging.getLogger(__name__)
 
-_VERSION: Final = 4  # src/kernels.h has the same
+_VERSION: Final = 5  # src/kernels.h has the same
 
 
 class Arguments(ctypes.Structure):
@@ -38,6 +38,7 @@ class Linear(Arguments):
         ("packed", c_void_p),
         ("num_out", c_int64),
         ("num_in", c_int64),
+        ("scales", c_void_p),
         ("bias", c_void_p),
         ("out", c_void_p),
         ("num_threads", c_int32),
@@ -354,6 +355,7 @@ class Call(ctypes.Structure):
 _KERNELS: Final = tuple(each.kernel for each in Arguments.__subclasses__())
 _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_void_p),
+    "pack_codes": (c_void_p, c_int64, c_int64, c_void_p),
     "run": (c_void_p, c_int64),
 }
 
@@ -371,6 +373,7 @@ class CpuKernels:
     path: Path  # its name says the instruction set
     has_bfloat16: bool  # `linear` takes rows of bfloat16
     pack: Any
+    pack_codes: Any
     _run: Any
     _functions: dict[str, Any]  # by kernel
     recorder: Recorder = field(default_factory=Recorder)
@@ -423,5 +426,5 @@ def load_kernels(path: Path) -> CpuKernels:
         raise UnavailableError(f"{path} has interface {found} instead of {_VERSION}; delete it to have it made again")
     for name, function in functions.items():
         function.argtypes, function.restype = _FUNCTIONS.get(name, (c_void_p,)), c_int32 if name == "pack" else None
-    pack, run = (functions.pop(name) for name in _FUNCTIONS)
-    return CpuKernels(path, bool(library.dflash_trt_cpu_has_bfloat16()), pack, run, functions)
+    pack, pack_codes, run = (functions.pop(name) for name in _FUNCTIONS)
+    return CpuKernels(path, bool(library.dflash_trt_cpu_has_bfloat16()), pack, pack_codes, run, functions)

@@ -1,6 +1,7 @@
-"""Linear layers of the CPU kernels: bfloat16 weights where that is exact, sums in float32.
+"""Linear layers of the CPU kernels: bfloat16 weights where that is exact, sums in float32; or integers of eight bits.
 
-Activations are float32, or bfloat16 where the CPU multiplies it (AVX-512 BF16).
+Activations are float32, or bfloat16 where the CPU multiplies it (AVX-512 BF16). For integers they become integers in
+the kernel, whose products and sums are exact (`src/codes.h`).
 
 A row's sums are made in the order of the inputs, however many rows a call has (`src/product.h`).
 """
@@ -17,10 +18,13 @@ from torch import Tensor
 from dflash_trt.backends.torch.native import library
 from dflash_trt.backends.torch.native.build import has_bfloat16_tiles
 from dflash_trt.backends.torch.native.library import CpuKernels
+from dflash_trt.formats.base import row_scale
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.network.ops import Linear
 
 PANEL: Final = 32  # kPanel of src/product.h
-_FLOAT32, _BFLOAT16, _ROUNDED = range(3)  # forms of activations, as in src/kernels.h
+_CODES_AT_ONCE: Final = 4  # most of kCodes in src/simd.h
+_FLOAT32, _BFLOAT16, _ROUNDED, _CODED = range(4)  # forms of activations, as in src/kernels.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +38,11 @@ class NativeLinear(Linear[Tensor], ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PanelLinear(NativeLinear):
-    """A layer whose weight is kept in bfloat16; `weight` is on the meta device, for its shape. A bias is float32."""
+    """A layer in the order of the kernel; `weight` is on the meta device, for its shape. A bias is float32."""
 
     kernels: CpuKernels
-    packed: Tensor  # bfloat16 [panels, pairs of inputs, PANEL, 2]
+    packed: Tensor  # bfloat16 [panels, pairs of inputs, PANEL, 2], or uint8 [panels, bytes of a panel]
+    scales: Tensor | None = None  # float32 [out], of integers
     dtype: torch.dtype  # of activations
     form: int  # how the kernel reads them: DflashTrtLinear
 
@@ -55,6 +60,7 @@ class PanelLinear(NativeLinear):
                 self.packed.data_ptr(),
                 num_out,
                 num_in,
+                None if self.scales is None else self.scales.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 out.data_ptr(),
                 torch.get_num_threads(),
@@ -86,6 +92,28 @@ def panel_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: 
         packed=packed,
         dtype=weight.dtype,
         form=_form(weight, kernels, rounds_inputs=rounds_inputs),
+    )
+
+
+def integer_linear(linear: Linear[Tensor], kernels: CpuKernels) -> PanelLinear | None:
+    """None for weights that are no integers of eight bits. Activations are float32."""
+    weight = linear.weight
+    if not isinstance(weight, Int8Weight) or weight.codes.dim() != 2 or weight.codes.device.type != "cpu":
+        return None
+    num_out, num_in = weight.codes.shape
+    packed = torch.empty(
+        (-(-num_out // PANEL), -(-num_in // _CODES_AT_ONCE) * _CODES_AT_ONCE * PANEL), dtype=torch.uint8
+    )
+    kernels.pack_codes(weight.codes.contiguous().data_ptr(), num_out, num_in, packed.data_ptr())
+    return PanelLinear(
+        weight=torch.empty((num_out, num_in), device="meta"),
+        bias=None if linear.bias is None else linear.bias.float().contiguous(),
+        name=linear.name,
+        kernels=kernels,
+        packed=packed,
+        scales=row_scale(weight).contiguous(),
+        dtype=torch.float32,
+        form=_CODED,
     )
 
 

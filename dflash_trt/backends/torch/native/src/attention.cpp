@@ -205,7 +205,7 @@ private:
         transpose(keys, attention_.head_dim, kPanel, scratch_.keys.data());
         multiply(Rows{scratch_.queries.data(), attention_.head_dim, num_queries()},
             Panels<float>{scratch_.keys.data(), kPanel, 0}, 1, attention_.head_dim,
-            Sums{scratch_.scores.data() + column, num_scores_, false});
+            Sums{scratch_.scores.data() + column, num_scores_, nullptr, 0});
     }
 
     std::vector<float> softmax()
@@ -285,7 +285,7 @@ private:
     {
         multiply(Rows{scratch_.scores.data() + column, num_scores_, num_queries()},
             Panels<Value>{values, stride, kPanel}, attention_.head_dim / kPanel, count,
-            Sums{scratch_.attended.data(), attention_.head_dim, true});
+            Sums{scratch_.attended.data(), attention_.head_dim, scratch_.attended.data(), attention_.head_dim});
     }
 
     void write(std::vector<float> const& sums) const

@@ -19,6 +19,10 @@ int32_t dflash_trt_cpu_has_bfloat16();
 /// Returns 1, or 0 when bfloat16 does not hold a weight exactly.
 int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed);
 
+/// codes [out, in], from -127 to 127, in panels of 32 outputs as codes.h reads them; `packed` has `in` rounded up to a
+/// multiple of 4 bytes for each output.
+void dflash_trt_cpu_pack_codes(int8_t const* codes, int64_t num_out, int64_t num_in, uint8_t* packed);
+
 /// One call of a kernel.
 struct DflashTrtCall
 {
@@ -34,12 +38,15 @@ struct DflashTrtLinear
 {
     void const* x; // see `form`
     int64_t num_rows;
-    uint16_t const* packed;
+    void const* packed; // bfloat16, or codes
     int64_t num_out, num_in;
-    float const* bias; // null: none
+    float const* scales; // [out], of codes
+    float const* bias;   // null: none
     float* out;
     int32_t num_threads;
-    int32_t form; // of x: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16; 1 and 2 have an even num_in
+    /// Of x: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16 (1 and 2 have an even num_in), 3 float32 that
+    /// becomes codes, for weights that are.
+    int32_t form;
 };
 
 void dflash_trt_cpu_linear(DflashTrtLinear const*);

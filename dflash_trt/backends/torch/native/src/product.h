@@ -5,13 +5,17 @@
 #include "simd.h"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace dflash_trt
 {
 
 constexpr int kPanel = 32; // columns of the right operand that lie beside one another
 constexpr int kVectors = kPanel / kLanes;
-constexpr int kMaxRows = kLanes == 16 ? 12 : 3; // sums of a tile, its operands and no more than the registers
+
+/// Of activations in a tile: its sums and operands are no more than the registers.
+template <typename Element>
+constexpr int kMaxRows = kLanes == 16 ? (std::is_same_v<Element, Code> ? 8 : 12) : 3;
 
 constexpr int kPairsAhead = 64; // of a panel of weights: 8 KiB, beyond the page where the CPU's own prefetcher stops
 
@@ -35,11 +39,22 @@ struct RowsOf
 
 using Rows = RowsOf<float>;
 
+/// Where products go, which are added to what `start` has.
 struct Sums
 {
     float* first;
     int64_t stride;
-    bool accumulates; // adds to what is there
+    float const* start; // null: zeros
+    int64_t start_stride;
+
+    Sums below(int64_t rows) const { return moved(rows * stride, rows * start_stride); }
+    Sums beside(int64_t columns) const { return moved(columns, columns); }
+
+private:
+    Sums moved(int64_t by, int64_t start_by) const
+    {
+        return {first + by, stride, start == nullptr ? nullptr : start + start_by, start_stride};
+    }
 };
 
 /// Panels that few rows multiply at once, as they have sums to spare.
@@ -72,13 +87,14 @@ struct Tile
     explicit Tile(Sums const& out)
     {
         each([&](int row, int column) {
-            sums[row][column] = out.accumulates ? load(at(out, row, column)) : broadcast(0.0F);
+            int64_t const at = row * out.start_stride + column * kLanes;
+            sums[row][column] = out.start == nullptr ? broadcast(0.0F) : load(out.start + at);
         });
     }
 
     void write(Sums const& out) const
     {
-        each([&](int row, int column) { store(at(out, row, column), sums[row][column]); });
+        each([&](int row, int column) { store(out.first + row * out.stride + column * kLanes, sums[row][column]); });
     }
 
     /// One element of each row, at a, times a row of the panels.
@@ -104,11 +120,6 @@ struct Tile
     }
 
 private:
-    static float* at(Sums const& out, int row, int column)
-    {
-        return out.first + row * out.stride + column * kLanes;
-    }
-
     template <typename Visit>
     static void each(Visit const& visit)
     {
@@ -194,9 +205,9 @@ inline void multiply_tile(Pair const* a, int64_t stride, Panels<Pair> const& b, 
 
 #endif
 
-/// At most kMaxRows rows times panels.
-template <int kRows, typename Element, typename Weight>
-inline void multiply_panels(RowsOf<Element> const& a, Panels<Weight> b, int64_t num_panels, int64_t depth, Sums out)
+/// At most kRows rows times panels.
+template <int kRows, typename Element, typename Weight, typename Out>
+inline void multiply_panels(RowsOf<Element> const& a, Panels<Weight> b, int64_t num_panels, int64_t depth, Out out)
 {
     if constexpr (kRows > 1)
     {
@@ -211,29 +222,29 @@ inline void multiply_panels(RowsOf<Element> const& a, Panels<Weight> b, int64_t 
     {
         multiply_tile<kRows, kPanels>(a.first, a.stride, b, depth, out);
         b.first += kPanels * b.panel_stride;
-        out.first += kPanels * kPanel;
+        out = out.beside(kPanels * kPanel);
     }
     for (; panel < num_panels; ++panel)
     {
         multiply_tile<kRows, 1>(a.first, a.stride, b, depth, out);
         b.first += b.panel_stride;
-        out.first += kPanel;
+        out = out.beside(kPanel);
     }
 }
 
 /// a [count, depth] times b [depth, num_panels * kPanel], in tiles of about as many rows each.
-template <typename Element, typename Weight>
-inline void multiply(RowsOf<Element> a, Panels<Weight> const& b, int64_t num_panels, int64_t depth, Sums out)
+template <typename Element, typename Weight, typename Out>
+inline void multiply(RowsOf<Element> a, Panels<Weight> const& b, int64_t num_panels, int64_t depth, Out out)
 {
-    int64_t const num_tiles = (a.count + kMaxRows - 1) / kMaxRows;
+    int64_t const num_tiles = (a.count + kMaxRows<Element> - 1) / kMaxRows<Element>;
     for (int64_t tile = 0; tile < num_tiles; ++tile)
     {
         int64_t const left = num_tiles - tile;
         RowsOf<Element> const some{a.first, a.stride, (a.count + left - 1) / left};
-        multiply_panels<kMaxRows>(some, b, num_panels, depth, out);
+        multiply_panels<kMaxRows<Element>>(some, b, num_panels, depth, out);
         a.first += some.count * a.stride;
         a.count -= some.count;
-        out.first += some.count * out.stride;
+        out = out.below(some.count);
     }
 }
 

@@ -107,6 +107,43 @@ struct CodeTable
         high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), halves);
     }
 };
+
+inline Bits broadcast_integer(int32_t x) { return _mm512_set1_epi32(x); }
+inline Vec as_values(Bits integers) { return _mm512_cvtepi32_ps(integers); }
+
+#if defined(__AVX512VNNI__)
+
+using Code = int8_t; // an activation of eight bits
+constexpr int kCodes = 4, kZero = 128; // weights that a lane multiplies at once, and the one that stands for 0
+
+inline Bits load_codes(uint8_t const* from) { return _mm512_loadu_si512(from); }
+
+/// The products of kCodes weights of each lane with kCodes activations, to the sums.
+inline Bits add_products(Bits weights, Code const* x, Bits sums)
+{
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof(bits));
+    return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(bits));
+}
+
+#else
+
+using Code = int16_t;
+constexpr int kCodes = 2, kZero = 0;
+
+inline Bits load_codes(uint8_t const* from)
+{
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)));
+}
+inline Bits add_products(Bits weights, Code const* x, Bits sums)
+{
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof(bits));
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, _mm512_set1_epi32(bits)));
+}
+
+#endif
+
 inline Vec as_floats(Bits bits) { return _mm512_castsi512_ps(bits); }
 inline Vec load_firsts(Pair const* from) { return as_floats(_mm512_slli_epi32(load_bits(from), 16)); }
 inline Vec load_seconds(Pair const* from)
@@ -208,6 +245,24 @@ struct CodeTable
         return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
     }
 };
+
+inline Bits broadcast_integer(int32_t x) { return _mm256_set1_epi32(x); }
+inline Vec as_values(Bits integers) { return _mm256_cvtepi32_ps(integers); }
+
+using Code = int16_t;
+constexpr int kCodes = 2, kZero = 0;
+
+inline Bits load_codes(uint8_t const* from)
+{
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from)));
+}
+inline Bits add_products(Bits weights, Code const* x, Bits sums)
+{
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof(bits));
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(bits)));
+}
+
 inline Vec as_floats(Bits bits) { return _mm256_castsi256_ps(bits); }
 inline Vec load_firsts(Pair const* from) { return as_floats(_mm256_slli_epi32(load_bits(from), 16)); }
 inline Vec load_seconds(Pair const* from)
