@@ -112,6 +112,24 @@ def test_greedy_steps_are_recorded_as_wholes(
     assert not some._unrecordable and "step" in {key[0] for key in some._programs}  # type: ignore[index]
 
 
+def test_steps_are_recorded_as_wholes_after_other_texts_have_ended(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
+) -> None:
+    """The last step of a text has no drafts, and leaves taps that no request asks for."""
+    wholes: list[str] = []
+    run = Programs.run
+    monkeypatch.setattr(Programs, "run", lambda self, key, compute: (wholes.append(key[0]), run(self, key, compute))[1])
+    executor = make_executor(*pair, max_batch_size=4, max_num_tokens=64, max_seq_len=1024)
+    first = outputs_of(executor, {1: 3})
+    assert executor._context is not None and executor._context._log
+    wholes.clear()
+    again = outputs_of(executor, {1: 3})
+    assert tokens_of(again) == tokens_of(first)
+    num_steps = max(len(output.steps) for output in again)
+    # But the first, of prompts; the next, for taps of an earlier owner of its page; and the last.
+    assert wholes.count("step") >= num_steps - 3 > 15
+
+
 @pytest.mark.skipif(has_bfloat16_tiles(), reason="bfloat16 engines are oneDNN's on this CPU")
 def test_texts_of_a_bfloat16_engine_depend_neither_on_drafts_nor_on_the_batch(pair: tuple[Path, Path]) -> None:
     executors = [make_executor(*pair, dtype=torch.bfloat16, max_batch_size=size) for size in (8, 8, 1)]

@@ -83,10 +83,14 @@ class DeferredContext:
         self._free = list(reversed(range(num_blocks)))
         self._num_sorted = 0  # times
 
-    @property
-    def is_complete(self) -> bool:
-        """True if no request lacks anything."""
-        return not self._log and len(self._free) == len(self._pages)
+    def is_complete(self, page_tables: Array, num_tokens: Array) -> bool:  # [R, P], [R]
+        """True if there is nothing of the pages that requests of these lengths have, theirs or an earlier owner's."""
+        if self._log:
+            return False
+        if len(self._free) == len(self._pages):
+            return True
+        is_used = np.arange(page_tables.shape[1]) * self._page_size < num_tokens[:, None]
+        return bool((self._blocks[page_tables[is_used]] < 0).all())
 
     def keep(self, target: TargetRun[Tensor], ops: TorchOps, state: StepState[Tensor]) -> None:
         """Keep the taps of a step without drafts."""

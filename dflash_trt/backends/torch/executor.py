@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import (
+    CHAINED,
     ExecutorLimits,
     FinishedStep,
     JointRows,
@@ -49,6 +51,7 @@ from dflash_trt.core.step_plan import (
     PageCopyError,
     StepPlan,
     StepResult,
+    StepRows,
     TokenMasks,
 )
 from dflash_trt.network.decoder import TargetRun
@@ -224,9 +227,16 @@ class TorchExecutor:
         No step of a network with recurrent layers is, and none that leaves its context to a later one.
         """
         is_small = plan.rows.total_tokens <= MAX_RECORDED_ROWS
-        has_context = self._context is None or (plan.rows.num_draft_tokens > 0 and self._context.is_complete)
+        has_context = self._context is None or (plan.rows.num_draft_tokens > 0 and self._has_whole_context(plan.rows))
         is_plain = not (plan.slot_updates or plan.masks is not None or plan.has_logprobs or self._ruled_slots)
         return is_small and has_context and is_plain and not inputs.temperature.numpy().any()
+
+    def _has_whole_context(self, rows: StepRows) -> bool:
+        assert self._context is not None
+        known = self._slots.context_lens.numpy()[rows.slot_ids]
+        context_lens = np.where(rows.context_lens == CHAINED, known, rows.context_lens)
+        page_tables = self._slots.page_table.numpy()[rows.slot_ids]
+        return self._context.is_complete(page_tables, context_lens + rows.num_tokens)
 
     def _whole_step(self, plan: StepPlan, packed: PlanInputs, inputs: StepInputs[Tensor]) -> StepOutputs[Tensor]:
         self._slots.assemble(packed, inputs)
