@@ -19,12 +19,11 @@ from dflash_trt.scheduler.scheduler import Scheduler, check_fits, max_len_of
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.shared_prefixes import SharedPrefixes
 from dflash_trt.scheduler.statistics import SchedulerStatistics, of_all_ranks
-from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.scheduler.waiting_queue import check_queue
 
 
 class DataParallelScheduler:
-    """Implements StepScheduler over one Scheduler a rank. `limits` are those of each rank.
+    """Has the methods of a Scheduler, over one for each rank. `limits` are those of each rank.
 
     A request joins the rank where it costs least: its tokens without a cached prefix, and for each request that this
     rank has more than the emptiest one, the tokens that it may emit. While it waits it moves to any rank with room.
@@ -206,6 +205,10 @@ class DataParallelScheduler:
                     break
                 rank.give_up(sequence)
                 min(others, key=self._cost_of(sequence)).adopt(sequence, now)
+
+
+# Under the engine loop: of one rank's requests, or of several ranks'.
+StepScheduler = Scheduler | DataParallelScheduler
 
 
 def make_scheduler(

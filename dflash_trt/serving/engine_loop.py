@@ -19,8 +19,8 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
+from dflash_trt.scheduler.data_parallel import StepScheduler
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.output_processor import Mailbox, OutputProcessor
 from dflash_trt.serving.prefix_transfers import PlaceBytes, PrefixStore, PrefixTransfers, TransfersOfRanks

@@ -14,10 +14,9 @@ from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.process import let_threads_sleep, paused_collection
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.data_parallel import DataParallelScheduler, make_scheduler
+from dflash_trt.scheduler.data_parallel import DataParallelScheduler, StepScheduler, make_scheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.scheduler.step_scheduler import StepScheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prefix_directory import PrefixDirectory
 
@@ -116,16 +115,10 @@ def _open(
         scheduler = make_scheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
         if config.disk_cache_dir is not None:
-            _keep_on_disk(local, _of_ranks(scheduler), engine, config, executor)
+            schedulers = scheduler.ranks if isinstance(scheduler, DataParallelScheduler) else [scheduler]
+            _keep_on_disk(local, schedulers, engine, config, executor)
         stack.pop_all()
     return local
-
-
-def _of_ranks(scheduler: StepScheduler) -> list[Scheduler]:
-    if isinstance(scheduler, DataParallelScheduler):
-        return scheduler.ranks
-    assert isinstance(scheduler, Scheduler)
-    return [scheduler]
 
 
 def _keep_on_disk(

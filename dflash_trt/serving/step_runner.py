@@ -16,8 +16,8 @@ from dflash_trt.core.request import TokenEvent
 from dflash_trt.core.step_plan import PageCopyError, StepExecutor, StepHandle, StepPlan, StepResult
 from dflash_trt.executor.bisection import run_with_bisection
 from dflash_trt.executor.stream import StepStream
+from dflash_trt.scheduler.data_parallel import StepScheduler
 from dflash_trt.scheduler.planner import PlannedStep
-from dflash_trt.scheduler.step_scheduler import StepScheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
