@@ -32,6 +32,7 @@ class SlotStates:
 
     def __init__(self, snapshots: SnapshotStore, *, num_slots: int, page_size: int) -> None:
         self._snapshots = snapshots
+        self._has_snapshots = snapshots.num_snapshots > 0
         self._page_size = page_size
         self._restored_from = np.full(num_slots, _NONE)  # int64 [S], the snapshot that the first row of a slot needs
         self._saved_at: list[list[int]] = [[] for _ in range(num_slots)]  # ascending numbers of tokens
@@ -42,7 +43,7 @@ class SlotStates:
 
         `path` is its prefix, held already; the pages of a longer one may be cached.
         """
-        if not self._snapshots.num_snapshots:
+        if not self._has_snapshots:
             return
         if path:
             self._restored_from[slot] = self._snapshots.retain(path[-1])
@@ -65,7 +66,7 @@ class SlotStates:
         self, slots: Array, context_lens: Array, num_tokens: Array, *, is_first: Array, step: int
     ) -> tuple[StateCopies, StateCopies]:
         """Restores and saves of the rows of a step; `is_first`: no row of that slot is uncommitted."""
-        if not self._snapshots.num_snapshots or (context_lens == CHAINED).all():
+        if not self._has_snapshots or (context_lens == CHAINED).all():
             return NO_COPIES, NO_COPIES
         is_restored = is_first & (self._restored_from[slots] != _NONE)
         restored = slots[is_restored]
