@@ -1,19 +1,11 @@
 """Feed-forward kinds: a dense gated MLP, a mixture of experts."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 from dflash_trt.core.model.feed_forward import OWN_NORMS, Dense, Moe
 from dflash_trt.network.ops import ExchangedRows, Experts, Linear, Ops, StackedExperts, T
 from dflash_trt.network.rank_tensors import RankTensors
-
-
-class FeedForward(Protocol[T]):
-    """One layer's feed-forward over the weights of a rank, a frozen dataclass."""
-
-    def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
-        """[N, H], which `norm` norms -> [N, H], summed over the ranks."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +17,7 @@ class Mlp(Generic[T]):
     down: Linear[T]
 
     def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
+        """[N, H], which `norm` norms -> [N, H], summed over the ranks."""
         return self.summed(ops, ops.rms_norm(hidden, norm, eps), exchanged)
 
     def summed(self, ops: Ops[T], x: T, exchanged: ExchangedRows) -> T:
@@ -81,6 +74,9 @@ class NormedExperts(Generic[T]):
         chosen = ops.all_reduce(ops.reduce_scatter_rows(part, exchanged))
         normed = ops.rms_norm(shared, self.shared_post_norm, eps)
         return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
+
+
+FeedForward = Mlp[T] | RoutedExperts[T] | NormedExperts[T]
 
 
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> FeedForward[T]:
