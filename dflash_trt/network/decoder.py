@@ -19,7 +19,6 @@ from dflash_trt.network.per_layer_embedding import (
 )
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import LayerCache
-from dflash_trt.network.vocabulary import embedded, head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +90,7 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     return TargetWeights(
         embedding=tensors["target.embedding"],
         embedding_scale=spec.embedding_scale,
-        per_layer_embedding=None if spec.per_layer_embedding is None else bind_per_layer_table(tensors),
+        per_layer_embedding=bind_per_layer_table(spec, tensors),
         layers=tuple(bind_layer(tensors, spec, i) for i in range(spec.num_layers)),
         norm=tensors["target.norm"],
         lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
@@ -110,7 +109,8 @@ def run_target(
     hidden = embedded(ops, weights.embedding, token_ids, weights.embedding_scale, OF_TOKENS)
     table, parts = weights.per_layer_embedding, None
     if table is not None:
-        parts = embedded_per_layer(ops, spec, table, token_ids, hidden)
+        rows_by_layer = embedded(ops, table.embedding, token_ids, table.scale, OF_TOKENS)
+        parts = embedded_per_layer(ops, spec, table, rows_by_layer, hidden)
     return run_layers(ops, spec, weights.layers, hidden, rows, caches, parts)
 
 
@@ -158,6 +158,17 @@ def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[
         if layer.rope_index not in tables and (rotary := layer.mixer.spec.rotary) is not None:
             tables[layer.rope_index] = ops.rope_table(rotary, rows.positions)
     return [tables[layer.rope_index] for layer in layers]
+
+
+def embedded(ops: Ops[T], table: T, token_ids: T, scale: float, exchanged: ExchangedRows) -> T:
+    """Token ids [N] -> [N, H]. Ranks with requests of their own each have a part of the vocabulary."""
+    rows = ops.embedding(table, ops.all_gather_rows(token_ids, exchanged), scale)
+    return ops.reduce_scatter_rows(rows, exchanged)
+
+
+def head_logits(ops: Ops[T], x: T, head: Linear[T], exchanged: ExchangedRows) -> T:
+    """Normed [N, H] -> [N, V], of a head that all ranks divide by vocabulary."""
+    return ops.all_gather_vocab(ops.linear(ops.all_gather_rows(x, exchanged), head), exchanged)
 
 
 def logits_of(

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dflash_trt.core.model.decoder import TargetSpec
-from dflash_trt.network.ops import OF_TOKENS, Linear, Ops, T
+from dflash_trt.network.ops import Linear, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
-from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +17,7 @@ class PerLayerTable(Generic[T]):
     """The second embedding, of all layers of size P, and the projection of the first one."""
 
     embedding: T  # [V, layers * P]
+    scale: float  # of its rows
     projection: Linear[T]  # [layers * P, H]
     norm: T  # [P]
 
@@ -31,8 +31,11 @@ class PerLayerWeights(Generic[T]):
     norm: T  # [H]
 
 
-def bind_per_layer_table(tensors: RankTensors[T]) -> PerLayerTable[T]:
+def bind_per_layer_table(spec: TargetSpec, tensors: RankTensors[T]) -> PerLayerTable[T] | None:
+    if spec.per_layer_embedding is None:
+        return None
     return PerLayerTable(
+        scale=spec.per_layer_embedding.size**0.5,
         embedding=tensors["target.per_layer.embedding"],
         projection=tensors.linear("target.per_layer.projection"),
         norm=tensors["target.per_layer.norm"],
@@ -51,14 +54,13 @@ def embedded_per_layer(
     ops: Ops[T],
     spec: TargetSpec,
     table: PerLayerTable[T],
-    token_ids: T,  # int32 [N]
+    rows: T,  # [N, layers * P], of its embedding
     hidden: T,  # [N, H], the scaled embedding
 ) -> Sequence[T]:  # [N, P] for each layer
     assert spec.per_layer_embedding is not None
     size = spec.per_layer_embedding.size
     projected = ops.scale(ops.linear(hidden, table.projection), spec.hidden_size**-0.5)
     normed = ops.merge_heads(ops.rms_norm(ops.split_heads(projected, size), table.norm, spec.rms_norm_eps))
-    rows = embedded(ops, table.embedding, token_ids, size**0.5, OF_TOKENS)
     return ops.split(ops.scale(ops.add(normed, rows), 2**-0.5), (size,) * spec.num_layers)
 
 

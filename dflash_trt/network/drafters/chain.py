@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, rope_tables
+from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, head_logits, rope_tables
 from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
 from dflash_trt.network.ops import OF_TOKENS, Acceptance, ExchangedRows, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import Cache, StepState
-from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

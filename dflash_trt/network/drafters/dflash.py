@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetRun, TargetWeights, bind_around_mixer, last_of, rope_tables, run_layers
+from dflash_trt.network.decoder import (
+    TargetRun,
+    TargetWeights,
+    bind_around_mixer,
+    embedded,
+    head_logits,
+    last_of,
+    rope_tables,
+    run_layers,
+)
 from dflash_trt.network.drafters.base import DrafterWeights, DraftLayer, bind_attention, bind_weights
 from dflash_trt.network.ops import Acceptance, ExchangedRows, KvDestination, Linear, Ops, T, TokenBlocks
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.state import StepState
-from dflash_trt.network.vocabulary import embedded, head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

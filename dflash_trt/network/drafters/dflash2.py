@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic
 
 from dflash_trt.core.model.dflash2 import CandidateSelector
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetWeights, rope_tables
+from dflash_trt.network.decoder import TargetWeights, head_logits, rope_tables
 from dflash_trt.network.drafters import dflash
 from dflash_trt.network.drafters.base import DraftLayer
 from dflash_trt.network.feed_forward import Mlp
@@ -17,7 +17,6 @@ from dflash_trt.network.ops import Acceptance, Codebooks, ExchangedRows, Linear,
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors, parts_of
 from dflash_trt.network.state import Cache, StepState
-from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

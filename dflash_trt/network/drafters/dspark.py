@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.dspark import DSparkHeads
-from dflash_trt.network.decoder import TargetWeights
+from dflash_trt.network.decoder import TargetWeights, head_logits
 from dflash_trt.network.drafters import dflash
 from dflash_trt.network.ops import Acceptance, ExchangedRows, Linear, Ops, T
 from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors, parts_of
 from dflash_trt.network.state import StepState
-from dflash_trt.network.vocabulary import head_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

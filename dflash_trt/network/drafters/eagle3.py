@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.eagle3 import EagleChain
-from dflash_trt.network.decoder import TargetRun, TargetWeights
+from dflash_trt.network.decoder import TargetRun, TargetWeights, embedded
 from dflash_trt.network.drafters.chain import ChainDrafter, bind_chain
 from dflash_trt.network.ops import ExchangedRows, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
-from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,10 @@ Definition: arXiv 2412.19437, section 2.2; transformers 5.14 (`modeling_layers.M
 from dataclasses import dataclass
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import TargetRun, TargetWeights
+from dflash_trt.network.decoder import TargetRun, TargetWeights, embedded
 from dflash_trt.network.drafters.chain import ChainDrafter, bind_chain
 from dflash_trt.network.ops import ExchangedRows, Ops, T
 from dflash_trt.network.rank_tensors import RankTensors
-from dflash_trt.network.vocabulary import embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
