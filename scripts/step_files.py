@@ -25,17 +25,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.is_on = False
+        self.begins_at: str | None = None  # the function whose next call turns it on
         self.functions: dict[Path, set[str]] = defaultdict(set)
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname == self.begins_at:
+            self.is_on = True
         if self.is_on and event == "call":
             self.functions[Path(frame.f_code.co_filename)].add(frame.f_code.co_qualname)
 
     def stop(self) -> dict[Path, set[str]]:
         """The files of the package."""
-        self.is_on = False
+        self.is_on, self.begins_at = False, None
         sys.setprofile(None)
         return {path: names for path, names in sorted(self.functions.items()) if path.is_relative_to(PACKAGE)}
 
@@ -52,13 +55,14 @@ def main(engine_dir: Path, kernels: bool) -> None:
 
     recorder = Recorder()
     with LLM(engine_dir, device="cpu", num_threads=1, kv_cache_bytes=1 << 25) as llm:
-        chunks = llm.stream(PROMPT, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        # So few tokens that no step repeats the one before: each is planned and committed in full.
+        chunks = llm.stream(PROMPT, SamplingParams(max_new_tokens=24, ignore_eos=True))
         next(chunks)  # of the prompt
-        recorder.is_on = True
-        for chunk in chunks:
-            if chunk.num_draft_tokens:
-                break
-    found = recorder.stop()
+        recorder.begins_at = "EngineLoop.step"
+        while not recorder.is_on or not next(chunks).num_draft_tokens:
+            pass
+        next(chunks)  # of a step that was recorded from its beginning
+        found = recorder.stop()  # before the request ends and the engine closes
     sizes = {path: len(path.read_text().splitlines()) for path in found}
     for path, names in found.items():
         click.echo(f"{sizes[path]:5} {len(names):4}  {path.relative_to(PACKAGE)}")
