@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.errors import ConfigError
@@ -17,18 +17,13 @@ from dflash_trt.core.other_engines import checks_keywords, hint_for
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.opening import checked_settings, open_engine
+from dflash_trt.serving.opening import Policies, checked_settings, open_engine
 from dflash_trt.serving.request_reader import RequestReader
 
 if TYPE_CHECKING:
     from dflash_trt.scheduler.config import SchedulerConfig
     from dflash_trt.scheduler.draft_length import DraftLengthPolicy
     from dflash_trt.serving.text import TextCodec
-
-
-class _Policies(TypedDict):
-    scheduler_config: SchedulerConfig | None
-    draft_length_policy: DraftLengthPolicy | None
 
 
 def _check_engine_dir(args: Sequence[object], fields: Mapping[str, object]) -> None:
@@ -93,7 +88,7 @@ class LLM(Generator):
         """
         config = (RuntimeConfig() if config is None else config).replaced(**fields)
         self.engine = EngineDir.open(engine_dir)
-        policies: _Policies = {"scheduler_config": scheduler_config, "draft_length_policy": draft_length_policy}
+        policies: Policies = {"scheduler_config": scheduler_config, "draft_length_policy": draft_length_policy}
         config = checked_settings(self.engine, config, **policies)
         reader = open_request_reader(self.engine)
         if before_load is not None:

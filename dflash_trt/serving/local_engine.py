@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.process import let_threads_sleep, paused_collection
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import EngineExecutor
+    from dflash_trt.serving.opening import Policies
 
 
 class LocalEngine(EngineLoop):
@@ -60,13 +61,7 @@ class LocalEngine(EngineLoop):
         return self._executor
 
 
-def checked_config(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    *,
-    scheduler_config: SchedulerConfig | None = None,
-    draft_length_policy: DraftLengthPolicy | None = None,
-) -> RuntimeConfig:
+def checked_config(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[Policies]) -> RuntimeConfig:
     """`config` resolved for this engine on this machine; nothing is loaded.
 
     Raises:
@@ -75,38 +70,22 @@ def checked_config(
     let_threads_sleep()  # before PyTorch is imported
     from dflash_trt.executor.opening import resolved_config
 
-    _check_once_decided(config, scheduler_config, draft_length_policy)
+    _check_once_decided(config, policies)
     return resolved_config(engine, config)
 
 
-def open_local_engine(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    *,
-    scheduler_config: SchedulerConfig | None = None,
-    draft_length_policy: DraftLengthPolicy | None = None,
-) -> LocalEngine:
+@paused_collection()
+def open_local_engine(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[Policies]) -> LocalEngine:
     """An engine that is ready to start; `config` is of `checked_config`.
 
-    `scheduler_config` and `draft_length_policy` replace their part of `config`. Raises what `open_executor` raises.
+    Raises what `open_executor` raises.
     """
-    with paused_collection():
-        return _open(engine, config, scheduler_config, draft_length_policy)
-
-
-def _open(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    scheduler_config: SchedulerConfig | None,
-    draft_length_policy: DraftLengthPolicy | None,
-) -> LocalEngine:
     from dflash_trt.executor.opening import open_executor
 
-    policy = draft_length_policy or _policy(config)
-    if scheduler_config is None:
-        scheduler_config = SchedulerConfig(
-            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len, ngram=config.ngram
-        )
+    policy = policies.get("draft_length_policy") or _policy(config)
+    scheduler_config = policies.get("scheduler_config") or SchedulerConfig(
+        enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len, ngram=config.ngram
+    )
     open_one = partial(open_executor, engine, config, draft_lens=policy.lengths)
     executor = open_one()
     with ExitStack() as stack:  # until everything is well
@@ -145,21 +124,20 @@ def _policy(config: RuntimeConfig) -> DraftLengthPolicy:
     return BatchSizeDraftLength(config.draft_length or {1: 0})
 
 
-def _check_once_decided(
-    config: RuntimeConfig, scheduler_config: SchedulerConfig | None, draft_length_policy: DraftLengthPolicy | None
-) -> None:
+def _check_once_decided(config: RuntimeConfig, policies: Policies) -> None:
     """Refuse a setting if an object that decides the same is given: it would be ignored."""
-    decided_by = (
-        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len", "ngram")),
-        ("draft_length_policy", draft_length_policy, ("adaptive_draft_length", "draft_length")),
-    )
+    decided_by = {
+        "scheduler_config": ("enable_prefix_caching", "max_queue_len", "ngram"),
+        "draft_length_policy": ("adaptive_draft_length", "draft_length"),
+    }
     problems = [
         problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), hint="Drop one.")
-        for owner, value, names in decided_by
-        if value is not None
+        for owner, names in decided_by.items()
+        if policies.get(owner) is not None
         for name in names
         if getattr(config, name) != type(config).model_fields[name].default
     ]
+    scheduler_config = policies.get("scheduler_config")
     if config.host_cache_bytes is not None and scheduler_config and not scheduler_config.enable_prefix_caching:
         expected, found = "a scheduler_config that caches prefixes", "enable_prefix_caching=False in it"
         problems.append(problem("host_cache_bytes", expected=expected, found=found, hint="Drop one."))

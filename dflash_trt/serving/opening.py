@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.serving.engine import Engine
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from dflash_trt.executor.opening import PagePlan
     from dflash_trt.scheduler.config import SchedulerConfig
     from dflash_trt.scheduler.draft_length import DraftLengthPolicy
+
+
+class Policies(TypedDict, total=False):
+    """Objects that decide instead of settings, in the scheduler's terms."""
+
+    scheduler_config: SchedulerConfig | None
+    draft_length_policy: DraftLengthPolicy | None
 
 
 class OpenedEngine(Engine, Protocol):
@@ -28,13 +35,7 @@ class OpenedEngine(Engine, Protocol):
     def page_plan(self) -> PagePlan | None: ...
 
 
-def checked_settings(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    *,
-    scheduler_config: SchedulerConfig | None = None,
-    draft_length_policy: DraftLengthPolicy | None = None,
-) -> RuntimeConfig:
+def checked_settings(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[Policies]) -> RuntimeConfig:
     """`config` resolved for this engine on this machine; nothing is loaded.
 
     Raises:
@@ -43,25 +44,17 @@ def checked_settings(
     if engine.manifest.backend != "tensorrt_llm":
         from dflash_trt.serving.local_engine import checked_config
 
-        return checked_config(
-            engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy
-        )
+        return checked_config(engine, config, **policies)
     from dflash_trt.serving.tensorrt_llm.engine import checked_trtllm_config
 
-    for name, policy in (("scheduler_config", scheduler_config), ("draft_length_policy", draft_length_policy)):
+    for name, policy in policies.items():
         if policy is not None:
             found, hint = type(policy).__name__, "TensorRT-LLM schedules by itself."
             raise ConfigError.about(name, expected="nothing for backend tensorrt_llm", found=found, hint=hint)
     return checked_trtllm_config(engine, config)
 
 
-def open_engine(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    *,
-    scheduler_config: SchedulerConfig | None = None,
-    draft_length_policy: DraftLengthPolicy | None = None,
-) -> OpenedEngine:
+def open_engine(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[Policies]) -> OpenedEngine:
     """An engine that is ready to start; `config` is of `checked_settings`."""
     if engine.manifest.backend == "tensorrt_llm":
         from dflash_trt.serving.tensorrt_llm.engine import open_trtllm_engine
@@ -69,4 +62,4 @@ def open_engine(
         return open_trtllm_engine(engine, config)
     from dflash_trt.serving.local_engine import open_local_engine
 
-    return open_local_engine(engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy)
+    return open_local_engine(engine, config, **policies)
