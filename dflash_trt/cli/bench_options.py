@@ -21,14 +21,15 @@ FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", *PREFIX_TIERS
 INPUT = prompt_options(
     default=PROMPTS, shown="16 beginnings of Python functions, which the demo pair was not trained on"
 )
-LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Tokens to generate per prompt.")
-ROUNDS = click.option("--rounds", default=5, show_default=True, help="Measured rounds, alternating; one more warms up.")
+_COUNT = click.IntRange(min=1)
+LENGTH = click.option(
+    "--max-new-tokens", type=_COUNT, default=128, show_default=True, help="Tokens to generate per prompt."
+)
+ROUNDS = click.option(
+    "--rounds", type=_COUNT, default=5, show_default=True, help="Measured rounds, alternating; one more warms up."
+)
 PER_CLIENT = click.option(
-    "--requests-per-client",
-    type=click.IntRange(min=1),
-    default=6,
-    show_default=True,
-    help="Requests of a client, in sequence.",
+    "--requests-per-client", type=_COUNT, default=6, show_default=True, help="Requests of a client, in sequence."
 )
 
 

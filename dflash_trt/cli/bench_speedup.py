@@ -48,7 +48,9 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 @click.argument("sources", metavar="[NAME=]ENGINE_DIR...", nargs=-1, required=True)
 @INPUT
 @LENGTH
-@click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="Requests running at the same time."
+)
 @click.option(
     "--temperature",
     "temperatures",

@@ -233,9 +233,11 @@ class BuildCommand:
     def given(cls, config_file: str | None, flags: Mapping[str, Any]) -> Self:
         options = {}
         for param in build.params:
-            value = flags.get(param.name or "")
-            values = value if isinstance(value, tuple) else () if value is None else (value,)
-            options[str(param.name)] = [word for each in values for word in (param.opts[0], str(each))]
+            value, flag = flags.get(param.name or ""), param.opts[0]
+            values = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
+            options[str(param.name)] = [
+                word for each in values for word in ((flag,) if each is True else (flag, str(each)))
+            ]
         return cls(config_file, options)
 
     def of(self, choice: "Choice") -> str:

@@ -384,6 +384,11 @@ def test_a_report_is_the_baseline_of_a_later_one(measured: Callable[..., Result]
         (lambda told: None, ["--max-new-tokens", "5"], "max_new_tokens: expected 128, as in"),
         (lambda told: None, ["--num-prompts", "2"], "prompts_sha256: expected"),
         (lambda told: None, ["--temperature", "0.5"], "expected mine, T = 0.5, other, T = 0.5, found mine, other"),
+        (
+            lambda told: None,
+            ["--temperature", "0", "--temperature", "0.5"],
+            "expected mine, T = 0.5, other, T = 0.5, found mine, other",
+        ),
     ],
 )
 def test_a_baseline_of_something_else_is_refused(change, words, message, measured, tmp_path: Path) -> None:

@@ -102,6 +102,24 @@ def test_a_bar_on_a_terminal_shows_how_far_a_stage_is(progress, words) -> None:
     assert all(word in terminal.getvalue() for word in words)
 
 
+@pytest.mark.parametrize(
+    ("progress", "line"),
+    [
+        ({"done_bytes": 2_000_000_000, "total_bytes": 8_000_000_000}, "2.0 of 8.0 GB, about 30 s left"),
+        ({"done_prompts": 2, "total_prompts": 8}, "2 of 8 prompts, about 30 s left"),
+        ({"done_steps": 2, "total_steps": 8}, "2 of 8 steps, about 30 s left"),
+    ],
+)
+def test_a_pipe_is_told_how_far_a_stage_is(progress, line, monkeypatch, capsys) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("dflash_trt.cli.time_left.time.monotonic", lambda: now_s[0])
+    with _progress_shown() as show:
+        show(BuildProgress(stage="verifying"))
+        now_s[0] = 10.0
+        show(BuildProgress(stage="verifying", **progress))
+    assert capsys.readouterr().err.splitlines() == ["verifying ...", f"verifying: {line}"]
+
+
 def test_keys_of_the_drafter_s_config_are_overridden_and_noted(config_file, tmp_path, invoke) -> None:
     with config_file.open("a") as stream:
         stream.write("drafter_overrides: {is_causal: false, rope_theta: 7000.0}\n")

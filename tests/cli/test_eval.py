@@ -158,6 +158,7 @@ def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(
         refused = invoke("eval", *engines, "--input-file", prompts_file, "--max-new-tokens", "2")
         assert refused.exit_code == 2
         assert "error: prompts: 1: prompt: expected at most 5 tokens (max_seq_len - 1), found 7" in refused.stderr
+        assert "generating" not in refused.stderr, "by either engine, before any is loaded"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dflash_trt.cli.build import build
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.main import cli
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.sampling import SamplingParams
 from dflash_trt.formats.registry import weight_formats
 
 # One spelling for one thing, in every command that has it.
@@ -69,6 +70,26 @@ def test_an_option_has_the_spelling_of_all_commands(name: str, option: click.Opt
     assert not OTHER_SPELLINGS & {*option.opts, *option.secondary_opts}
     if isinstance(option.type, click.Path) and "file" in str(option.name):
         assert option.opts[0] in SAME
+
+
+# Checked with other numbers of theirs: each has a test that a wrong one is refused.
+CHECKED = {*BuildConfig.model_fields, *SamplingParams.__dataclass_fields__}
+CHECKED |= {"instances", "default_max_new_tokens", "drain_timeout"}  # of ModelSettings and Deployment
+GATES = {"max_kl", "min_acceptance_ratio", "min_agreement"}  # any number is a bound
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_a_number_has_bounds(name: str, option: click.Option) -> None:
+    is_plain = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+    is_bounded = isinstance(option.type, click.IntRange | click.FloatRange)
+    assert not is_plain or is_bounded or option.name in GATES or (option.name in CHECKED and "bench" not in name)
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--max-new-tokens", "--concurrency"])
+@pytest.mark.parametrize("name", ["speedup", "serve", "throughput"])
+def test_nothing_is_measured_no_times(name: str, option: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", name, "engine", option, "0"])
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr
 
 
 def test_options_of_build_show_the_default_of_their_key() -> None:

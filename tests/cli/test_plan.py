@@ -226,6 +226,14 @@ def test_ranks_and_acceptance_lengths_that_cannot_be_are_refused(pair, invoke) -
     assert "--context: expected numbers of at least 1, separated by commas, found '1024,some'" in result.stderr
 
 
+@pytest.mark.parametrize("flag", ["--context", "--concurrency", "--acceptance-length"])
+@pytest.mark.parametrize("text", ["", "0", "2,0", "-1", "nan", "inf", "2,", "2;3"])
+def test_a_list_of_numbers_has_numbers_of_at_least_1(pair, invoke, flag, text) -> None:
+    result = invoke("plan", *pair, "--gpu", "h200", f"{flag}={text}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{flag}: expected numbers of at least 1, separated by commas, found {text!r}" in result.stderr
+
+
 def test_the_sources_are_a_file_of_build_or_directories(pair, invoke, tmp_path) -> None:
     target, drafter = pair
     (tmp_path / "pair.yaml").write_text(f"target: {target}\ndrafter: {drafter}\nmax_batch_size: 5\n")

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.cli.build import merged_config
 from dflash_trt.cli.main import cli
+from dflash_trt.cli.plan import _NOT_OF_PLANS
 from dflash_trt.cli.plan_advice import BuildCommand
 from dflash_trt.core.draft_lengths import draft_lengths
 from dflash_trt.plan.planning import plan_engine
 from dflash_trt.simulation.advice import Choice
 from scripts.published_shapes import write_shape
 from tests.cli.conftest import Invoke
+from tests.cli.test_options_arrive import BUILD, COLLECTIVES, TENSORRT
 from tests.plan.test_attention_dp_plan import advice
 from tests.plan.test_machine_file import MACHINE
 from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
@@ -106,6 +109,29 @@ def test_the_command_of_every_layout_builds_it(tmp_path: Path) -> None:
         assert made.pretrained_config == layout.made.pretrained_config, layout.name
         assert made.build_config == layout.made.build_config, layout.name
     assert {"dp4ep4x1", "tp4ep4x1", "tp1x4"} <= {layout.name for layout in found}
+
+
+@pytest.mark.parametrize("words", [[*BUILD, "--drafter-override", "x=[1, 2]"], TENSORRT, COLLECTIVES], ids=len)
+def test_every_option_of_build_is_in_the_command_as_it_was_given(words: list[str], monkeypatch) -> None:
+    """Those that the choice decides are left out; here it decides nothing."""
+    monkeypatch.setattr("dflash_trt.cli.plan_advice._CHOSEN", ())
+    flags = dict(cli.commands["build"].make_context("build", list(words)).params)
+    flags |= dict.fromkeys(_NOT_OF_PLANS)
+    mapping = SimpleNamespace(world_size=1, dp_size=1, ep_size=1)
+    made = SimpleNamespace(
+        pretrained_config=SimpleNamespace(mapping=mapping),
+        build_config=SimpleNamespace(
+            max_batch_size=flags["max_batch_size"] or 1, max_num_tokens=flags["max_num_tokens"] or 2
+        ),
+    )
+    choice: Any = SimpleNamespace(layout=SimpleNamespace(has_drafter=True, made=made, format=None))
+    command = shlex.split(BuildCommand.given("pair.yaml", flags).of(choice))
+    assert command[:3] == ["dflash-trt", "build", "pair.yaml"]
+    found = cli.commands["build"].make_context("build", command[2:]).params
+    limits = {"max_batch_size": found["max_batch_size"], "max_num_tokens": found["max_num_tokens"]}
+    of_plans = flags.keys() - _NOT_OF_PLANS
+    assert {name: found[name] for name in of_plans} == {name: (flags | limits)[name] for name in of_plans}
+    assert (found["config_file"], found["output"]) == ("pair.yaml", Path("build/engine"))
 
 
 def test_a_throughput_is_reached_with_the_most_for_each_user(pair, invoke) -> None:

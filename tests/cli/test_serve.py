@@ -40,6 +40,19 @@ def test_the_lines_to_copy_are_requests_that_the_model_takes(capsys, has_templat
     assert metrics.split() == ["metrics:", *urls]
 
 
+def test_metrics_of_the_replica_without_a_drafter_and_the_page_are_named(capsys) -> None:
+    from dflash_trt.servers.dynamo.settings import PageSettings
+
+    page = PageSettings(
+        model="m", has_drafter=True, reports_drafts=True, has_chat_template=False, is_chat_model=False, baseline="b"
+    )
+    service = Service(worker=WORKER, num_replicas=2, baseline="b", port=4567, first_metrics_port=1234, page=page)
+    _print_ready(service, has_template=False)
+    *_, metrics, browser = capsys.readouterr().out.splitlines()
+    assert [url.rpartition(":")[2] for url in metrics.split()[1:]] == [f"{n}/metrics" for n in (4567, 1234, 1235, 1236)]
+    assert browser.split() == ["in", "a", "browser:", "http://127.0.0.1:4567"]
+
+
 def test_the_metrics_of_every_replica_have_a_port_that_is_free() -> None:
     with socket.socket() as taken:
         for port in range(22000, 23000):
