@@ -11,7 +11,7 @@ from dflash_trt.core.step_plan import PageWindow, StepHandle, StepPlan
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import PromptReader
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import FakeExecutor, FakeRanks
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, Clock, make_executor
 
@@ -96,6 +96,18 @@ def test_sides_keep_off_each_others_pages_of_windows() -> None:
         for side in (0, 1)
     )
     assert first and max(first) < 15 and second == {15 + page_id for page_id in first}
+
+
+def test_ranks_with_requests_of_their_own_know_each_others_rows_on_every_side() -> None:
+    """FakeRanks compares what each rank expects of all with what there is."""
+    ranks = FakeRanks([make_executor(make_limits(num_pages=40)) for _ in range(2)])
+    policies = {"quick": FixedDraftLength(0), "slow": FixedDraftLength(3)}
+    sides = Lockstep(ranks, policies, PromptReader(None, vocab_size=VOCAB_SIZE), num_ranks=2)
+    reports = sides.run(work(ignore_eos=True) * 5, concurrency=4)
+    assert [report.num_output_tokens for report in reports.values()] == [30, 30]
+    for executor in ranks.executors:
+        of_steps = [{page_id // 20 for row in batch.requests for page_id in row.page_ids} for batch in executor.batches]
+        assert {half for halves in of_steps for half in halves} == {0, 1} and all(len(step) == 1 for step in of_steps)
 
 
 def test_requests_end_at_their_own_stop_tokens() -> None:

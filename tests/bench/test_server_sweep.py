@@ -227,6 +227,17 @@ def test_servers_alternate_and_get_the_same_requests() -> None:
     assert lines[0][2].startswith("round 1, a, 2 clients: ")
 
 
+def test_a_server_is_warmed_up_by_as_many_clients_as_its_largest_load_has() -> None:
+    loads = [Load(num_conversations=count, concurrency=count) for count in (1, 3, 2)]
+    loads.append(Load(num_conversations=1, request_rate_per_s=200.0))
+    conversations = [PROMPT, Conversation(prompt="y")]
+    with running(ScriptedServer(FAST)) as server:
+        side = Side(name="s", open=lambda: nullcontext(server.url))
+        sweep_servers([side], conversations, loads, fields={}, limits=Limits(), num_rounds=1, progress=lambda *_: None)
+    warm = [body["prompt"] for body in server.bodies if body.get("max_tokens") == 8]
+    assert sorted(warm) == ["x", "x", "y"] and len(server.bodies) == 3 + 1 + 3 + 2 + 1
+
+
 def sweep(
     sides: list[Side],
     *,

@@ -127,6 +127,14 @@ def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_pat
     assert summary.keys() == {"summary", "settings", "kv_pages", "chat_template_options"}
 
 
+def test_a_text_that_the_engine_ends_is_counted_by_the_length_that_its_row_asked_for(
+    engine_dir, tmp_path, invoke
+) -> None:
+    rows = [{"prompt": "def f", "max_new_tokens": length, "n": n} for length, n in ((2, 1), (300, 1), (200, 2))]
+    words = ["--input-file", _write_rows(tmp_path / "in.jsonl", *rows), *GREEDY, "--temperature", "1"]
+    assert "3 texts ended at the engine's max_seq_len" in invoke("run", engine_dir, *words).stderr
+
+
 def test_a_number_of_a_row_is_that_of_the_output_by_its_name() -> None:
     fields = {name: 101 + i for i, name in enumerate(GenerationOutput.__dataclass_fields__) if name.startswith("num_")}
     output = GenerationOutput(
