@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from dflash_trt.cli.help_text import OptionSet
 from dflash_trt.core.errors import ConfigError
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -19,9 +20,7 @@ FIGURE = click.option(
 )
 
 
-def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --csv, --figure and --json."""
-    return CSV(FIGURE(JSON(command)))
+REPORT = OptionSet(CSV, FIGURE, JSON)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class Report:
 
     def publish(self, *, as_json: bool, csv_path: Path | None, figure: Path | None) -> None:
         """Print it, and write the files."""
-        facts = {"command": _command(), "hardware": this_machine(), **self.facts}
+        facts = {"command": typed_command(), "hardware": this_machine(), **self.facts}
         if csv_path is not None:
             _write_table(csv_path, self.rows)
         if figure is not None:
@@ -82,7 +81,7 @@ def this_machine() -> str:
     return f"{host['processor']}, {host['num_cores']} cores, no GPU"
 
 
-def _command() -> str:
+def typed_command() -> str:
     """The command line as it was typed."""
     return shlex.join(click.get_current_context().find_root().obj or ["dflash-trt"])
 

@@ -24,8 +24,8 @@ from dflash_trt.cli.bench_options import (
     is_url,
     named,
 )
-from dflash_trt.cli.bench_report import Report, check_paths, report_options, this_machine
-from dflash_trt.cli.help_text import LongCommand, examples
+from dflash_trt.cli.bench_report import REPORT, Report, check_paths, this_machine
+from dflash_trt.cli.help_text import LongCommand, OptionSet, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.serve_floors import floors_beside
@@ -44,7 +44,7 @@ _CONCURRENCIES = (1, 2, 4, 8, 16)
 _LIMITS = {"ttft": "time_to_first_token_s", "tpot": "time_per_output_token_s", "e2el": "end_to_end_s"}
 _PORTS = range(20000, 32768)  # Dynamo reads the metrics port as a signed 16-bit number
 
-_OPTIONS = (
+_OPTIONS = OptionSet(
     click.option(
         "--autoregressive", is_flag=True, help="Measure each engine without its drafter, too, before the others."
     ),
@@ -95,12 +95,6 @@ _OPTIONS = (
 )
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @click.command(
     cls=LongCommand,
     common=(
@@ -125,10 +119,10 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.argument("sources", metavar="[NAME=]URL|ENGINE_DIR...", nargs=-1, required=True)
 @INPUT
-@_options
+@_OPTIONS
 @ROUNDS
 @runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter"])
-@report_options
+@REPORT
 def serve(sources: tuple[str, ...], **options: Any) -> None:
     """Throughput, latencies and acceptance of servers, by concurrency and request rate.
 

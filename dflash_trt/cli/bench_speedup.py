@@ -11,7 +11,7 @@ import click
 
 from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, LENGTH, ROUNDS, check_names, conversations_of, named
-from dflash_trt.cli.bench_report import Report, check_paths, report_options
+from dflash_trt.cli.bench_report import REPORT, Report, check_paths
 from dflash_trt.cli.gates import exit_code, gate_lines, gate_rows
 from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.prompt_source import PromptSource
@@ -75,7 +75,7 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 )
 @runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
 @MACHINE
-@report_options
+@REPORT
 @click.pass_context
 def speedup(context: click.Context, /, sources: tuple[str, ...], **options: Any) -> None:
     """Run the same prompts without a drafter and with each engine's, in alternating rounds of one process.

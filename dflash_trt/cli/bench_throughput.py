@@ -9,7 +9,7 @@ import click
 
 from dflash_trt.cli.bench_machine import MACHINE, context_len_of, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, PER_CLIENT
-from dflash_trt.cli.bench_report import Report, check_paths, report_options
+from dflash_trt.cli.bench_report import REPORT, Report, check_paths
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length", "draft_length", "overlap_scheduling"]
 )
 @MACHINE
-@report_options
+@REPORT
 def throughput(engine_dir: Path, **options: Any) -> None:
     """Closed-loop load of N clients with each fixed K and with the adaptive policy, step by step in turn.
 

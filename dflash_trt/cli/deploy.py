@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import OptionSet, examples
 from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
@@ -16,7 +16,7 @@ from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
 
-_SETTINGS = (
+_SETTINGS = OptionSet(
     runtime_options(without=["device", *NODES]),  # an instance's device follows from its group: --gpus, or the CPU
     click.option("--default-max-new-tokens", type=int, default=128, show_default=True, help="Default of requests."),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
@@ -39,12 +39,6 @@ _SETTINGS = (
     click.option("--keep-server", is_flag=True, help="Do not stop the server when the engine has failed for good."),
     click.option("--accept-numpy-2", is_flag=True, help="The server's Python backend is known to take numpy 2."),
 )
-
-
-def _settings_options(command: Any) -> Any:
-    for option in reversed(_SETTINGS):
-        command = option(command)
-    return command
 
 
 @click.group(
@@ -95,7 +89,7 @@ def deploy() -> None:
     metavar="DIR",
     help="Write TensorRT-LLM's own model instead, from its triton_backend/all_models/llmapi; backend tensorrt_llm.",
 )
-@_settings_options
+@_SETTINGS
 @click.pass_context
 def triton(
     context: click.Context,
@@ -154,7 +148,7 @@ def _write_llmapi(
     click.echo(f"    {shlex.join(['tritonserver', '--model-repository', str(repository)])}")
 
 
-_NODE_OPTIONS = (
+_NODES = OptionSet(
     click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path)),
     click.option(
         "--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Ranks of each node."
@@ -163,16 +157,10 @@ _NODE_OPTIONS = (
 )
 
 
-def _node_options(command: Any) -> Any:
-    for option in reversed(_NODE_OPTIONS):
-        command = option(command)
-    return command
-
-
 @deploy.command(
     short_help="The command that serves an engine on nodes of Slurm.", epilog=examples("dflash-trt deploy slurm engine")
 )
-@_node_options
+@_NODES
 @click.option(
     "--image",
     metavar="NAME",
@@ -195,7 +183,7 @@ def slurm(engine_dir: Path, gpus_per_node: int, port: int, image: str | None) ->
     short_help="The command that serves an engine on nodes, by mpirun.",
     epilog=examples("dflash-trt deploy mpi engine --hosts node0,node1"),
 )
-@_node_options
+@_NODES
 @click.option("--hosts", required=True, metavar="NAME,...", help="The nodes; the first one listens.")
 def mpi(engine_dir: Path, gpus_per_node: int, port: int, hosts: str) -> None:
     """Print the mpirun command that serves an engine of backend tensorrt_llm on several nodes.

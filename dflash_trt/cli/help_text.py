@@ -1,5 +1,6 @@
-"""Parts of every --help: examples at its end, and the defaults that a configuration file may replace."""
+"""Parts of commands: options that several share, what --help shows, defaults that a configuration file may replace."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -11,6 +12,27 @@ def examples(*commands: str) -> str:
     """The epilog of a command; each example is a line, as it is typed."""
     lines = "\n".join(f"  {command}" for command in commands)
     return f"\b\nExample{'s' if len(commands) > 1 else ''}:\n{lines}"  # \b: click leaves the lines as they are
+
+
+class OptionSet:
+    """Options that belong together; a decorator that adds them to a command, in this order."""
+
+    def __init__(self, *options: Callable[..., Any]) -> None:
+        self._options = options
+
+    def __call__(self, command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(self._options):
+            command = option(command)
+        return command
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag of each by the name of its parameter."""
+        return {str(param.name): param.opts[0] for param in click.command()(self(lambda: None)).params}
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """The flags of those that were given."""
+        return {name: flag for name, flag in self.flags.items() if values[name] not in (None, ())}
 
 
 class LongCommand(click.Command):

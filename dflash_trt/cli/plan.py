@@ -104,13 +104,10 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     help="Tokens of each request (default: 1024,8192,32768,131072).",
 )
 @click.option("--sweep", is_flag=True, help="Simulate loads: tok/s per user against tok/s per GPU.")
-@plan_sweep.add_options
-@plan_advice.add_options
+@plan_sweep.OPTIONS
+@plan_advice.OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.pass_context
 def plan(
-    context: click.Context,
-    /,
     sources: tuple[str, ...],
     gpu: str | None,
     machine: Path | None,
@@ -139,7 +136,7 @@ def plan(
     from dflash_trt.plan.remedies import remedies
 
     chosen, costs = _machine(gpu, machine)
-    advice, options = ({name: flags.pop(name) for name in kind.OPTION_NAMES} for kind in (plan_advice, plan_sweep))
+    advice, options = ({name: flags.pop(name) for name in kind.OPTIONS.flags} for kind in (plan_advice, plan_sweep))
     config_file, flags = _with_sources(sources, flags)
     command = plan_advice.BuildCommand.given(config_file, flags)
     config, base_dir = merged_config(config_file, flags)
@@ -147,7 +144,7 @@ def plan(
     _refuse_others(sweep, advice, options, [name for name, given in of_steps.items() if given])
     if sweep:
         options["concurrencies"] = concurrencies
-        plan_sweep.run_sweep(context, config, base_dir, chosen, costs, options, as_json=as_json)
+        plan_sweep.run_sweep(config, base_dir, chosen, costs, options, as_json=as_json)
         return
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config, paths = found.config, (found.paths["target"], found.paths.get("drafter"))

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from dflash_trt.cli.build import build
+from dflash_trt.cli.help_text import OptionSet
 from dflash_trt.cli.plan_sweep import require_bandwidth
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.draft_lengths import lengths_text
@@ -32,7 +33,7 @@ _CHOSEN = ("tp_size", "ep_size", "attention_dp", "quantization", "max_batch_size
 _OF_DRAFTS = ("drafter", "drafter_overrides", "drafter_quantization", "draft_window", "max_draft_len")
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
-OPTIONS = (
+OPTIONS = OptionSet(
     click.option(
         "--gpus",
         "num_gpus",
@@ -51,23 +52,14 @@ OPTIONS = (
         "--price", type=_POSITIVE, metavar="PER_HOUR", help="With --gpus: price of a GPU hour, for the cost of tokens."
     ),
 )
-OPTION_NAMES = ("num_gpus", "throughput", "ttft_ms", "price")
 SHARED = ("accepted", "per_user", "prompt_tokens", "output_tokens")  # with --sweep
 
 
-def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
-
-
-def refuse_options(options: dict[str, Any]) -> None:
+def refuse_options(options: Mapping[str, Any]) -> None:
     """Raises ConfigError: options of an advice without --gpus."""
-    given = [f"--{name.removesuffix('_ms')}" for name in OPTION_NAMES[1:] if options[name] is not None]
-    if given:
-        raise ConfigError.about(
-            "plan", expected="--gpus with its options", found=", ".join(given), hint="Add --gpus N."
-        )
+    if given := OPTIONS.given(options):
+        expected, hint = "--gpus with its options", "Add --gpus N."
+        raise ConfigError.about("plan", expected=expected, found=", ".join(given.values()), hint=hint)
 
 
 def run_advice(

@@ -2,14 +2,15 @@
 
 import json
 import re
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.bench_report import CSV, FIGURE, check_paths, typed_command
+from dflash_trt.cli.help_text import OptionSet
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
 
@@ -26,7 +27,7 @@ _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": 
 _POSITIVE = click.IntRange(min=1)
 _SPEED = click.FloatRange(min=0, min_open=True)
 
-OPTIONS = (
+OPTIONS = OptionSet(
     click.option(
         "--layout",
         "layouts",
@@ -84,24 +85,8 @@ OPTIONS = (
     click.option(
         "--per-user", multiple=True, type=_SPEED, metavar="TOK_PER_S", help="Name the best configuration at this speed."
     ),
-    click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
-    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
-)
-OPTION_NAMES = (
-    "layouts",
-    "other_drafters",
-    "accepted",
-    "draft_lengths",
-    "prompt_tokens",
-    "output_tokens",
-    "shared_prefix",
-    "spread",
-    "request_rates",
-    "requests_per_client",
-    "duration",
-    "per_user",
-    "csv_path",
-    "figure",
+    CSV,
+    FIGURE,
 )
 
 
@@ -119,18 +104,12 @@ class Drafted:
         return "AR" if draft is None else _NAMES.get(draft.algorithm, draft.algorithm)
 
 
-def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
-
-
 def refuse_options(options: dict[str, Any], *, allowed: Sequence[str] = ()) -> None:
     """Raises ConfigError: options of a sweep without --sweep."""
-    given = [name for name in OPTION_NAMES if options[name] not in (None, ()) and name not in allowed]
+    given = [flag for name, flag in OPTIONS.given(options).items() if name not in allowed]
     if given:
-        words = ", ".join(option.replace("_", "-") for option in given)
-        raise ConfigError.about("plan", expected="--sweep with its options", found=words, hint="Add --sweep.")
+        expected, hint = "--sweep with its options", "Add --sweep."
+        raise ConfigError.about("plan", expected=expected, found=", ".join(given), hint=hint)
 
 
 def require_bandwidth(gpu: "Gpu", option: str) -> None:
@@ -141,7 +120,6 @@ def require_bandwidth(gpu: "Gpu", option: str) -> None:
 
 
 def run_sweep(
-    context: click.Context,
     config: BuildConfig,
     base_dir: Path,
     gpu: "Gpu",
@@ -161,7 +139,7 @@ def run_sweep(
     from dflash_trt.simulation.sweep import sweep
 
     require_bandwidth(gpu, "--sweep")
-    _check_paths(options["csv_path"], options["figure"])
+    check_paths(options["csv_path"], options["figure"])
     workload = _workload(options)
     drafted = list(_drafters(config, base_dir, options))
     layouts = [_layout(text) for text in options["layouts"]] or [({}, 1)]
@@ -175,7 +153,7 @@ def run_sweep(
     report = SweepReport(
         subject=Path(str(config.target)).name,
         hardware=f"{max(engine.num_gpus for engine in engines)} x {gpu.name}",
-        command=shlex.join(context.find_root().obj or ["dflash-trt", "plan", "--sweep"]),
+        command=typed_command(),
         assumptions=assumptions(engines, workload, clock),
         points=tuple(points),
         per_user=options["per_user"],
@@ -292,14 +270,3 @@ def _workload(options: dict[str, Any]) -> "Workload":
         duration_s=options["duration"] or 60.0,
         num_shared_tokens=options["shared_prefix"] or 0,
     )
-
-
-def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
-    """Raises ConfigError before minutes of simulation."""
-    for path in (csv_path, figure):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
-    if figure is not None:
-        from dflash_trt.bench.figure_file import check_figure
-
-        check_figure(figure)

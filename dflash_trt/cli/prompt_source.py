@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dflash_trt.cli.data_sets import columns_of, is_data_set, rows_of_data_set
+from dflash_trt.cli.help_text import OptionSet
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Defaults, InputRow, Job, Refusal, decoded_row, row_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
@@ -21,11 +22,9 @@ STDIN_NAME = Path("-")
 NAMES = ("input_file", "columns", "split", "categories", "num_prompts")
 
 
-def prompt_options(
-    *, default: Path | None = None, shown: str | None = None, required: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the options of a PromptSource; `default` is the file without --input-file, and `shown` its description."""
-    options = (
+def prompt_options(*, default: Path | None = None, shown: str | None = None, required: bool = False) -> OptionSet:
+    """The options of a PromptSource; `default` is the file without --input-file, and `shown` its description."""
+    return OptionSet(
         click.option(
             "--input-file",
             type=click.Path(path_type=Path),
@@ -51,13 +50,6 @@ def prompt_options(
         ),
         click.option("--num-prompts", type=click.IntRange(min=1), help="Use only the first N rows.  [default: all]"),
     )
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,13 +3,12 @@
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import LongCommand, examples
+from dflash_trt.cli.help_text import LongCommand, OptionSet, examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.exit_codes import ExitCode
@@ -28,7 +27,7 @@ _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 _TEXT: dict[str, Any] = {"prompt": "def fibonacci(n):"}
 _TEXT_PATHS = ("completions", "completions")
 
-_MODEL_OPTIONS = (
+_MODEL = OptionSet(
     click.option("--model-name", metavar="NAME", help="Name of the model to clients (default: the directory's)."),
     click.option("--tool-call-parser", metavar="NAME", help="Dynamo's parser of tool calls, such as hermes."),
     click.option("--reasoning-parser", metavar="NAME", help="Dynamo's parser of reasoning, such as qwen3."),
@@ -39,12 +38,6 @@ _prefill_min_tokens = click.option(
     type=click.IntRange(min=0),
     help="Shorter prompts are computed by the worker that answers them.  [default: 512]",
 )
-
-
-def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.command(
@@ -92,7 +85,7 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Serve the model without its drafter, too, as NAME-no-drafter on the last of --gpus: the page compares them.",
 )
 @click.option("--no-ui", is_flag=True, help="Leave out the page for browsers at GET /.")
-@_model_options
+@_MODEL
 @runtime_options()
 def serve(engine_dir: Path, **options: Any) -> None:
     """Start a front end and its workers, and keep them running until Ctrl-C.
@@ -160,7 +153,7 @@ def serve(engine_dir: Path, **options: Any) -> None:
     help="Part of each request: prefill computes prompts for decode workers, which find them in --disk-cache-dir.",
 )
 @_prefill_min_tokens
-@_model_options
+@_MODEL
 @runtime_options()
 @click.pass_context
 def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:

@@ -482,8 +482,8 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
         assert planner.arguments["config"] == config
     cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES))
     of_the_report = {"sources", "acceptance_lengths", "concurrencies", "contexts", "as_json"}  # test_plan.py has them
-    of_the_report |= {"machine", "sweep", *plan_sweep.OPTION_NAMES}  # test_plan_sweep.py has these
-    of_the_report |= {*plan_advice.OPTION_NAMES}  # test_plan_advice.py
+    of_the_report |= {"machine", "sweep", *plan_sweep.OPTIONS.flags}  # test_plan_sweep.py has these
+    of_the_report |= {*plan_advice.OPTIONS.flags}  # test_plan_advice.py
     assert options_never_set(plan, ["--gpu", "h200"], *cases) == of_the_report
     unset = {"config_file", "output", "checked_layers", "compile_for", "overwrite", "as_json"}
     assert {item.name for item in build.params} - unset <= {item.name for item in plan.params}

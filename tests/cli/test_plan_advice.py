@@ -186,7 +186,7 @@ def test_large_batches_are_looked_at_unless_limits_are_told(pair, invoke) -> Non
         ((*NODE, "--throughput", 1e9), "expected 1e+09 tok/s in all, found no engine that is as fast"),
         (("--gpu", "h200", "--ttft", 3), "expected --gpus with its options, found --ttft"),
         ((*NODE, "--sweep"), "expected --sweep or --gpus, found both"),
-        ((*NODE, "--layout", "tp2"), "expected --sweep with its options, found layouts"),
+        ((*NODE, "--layout", "tp2"), "expected --sweep with its options, found --layout"),
         ((*NODE, "--context", 100), "--gpus: expected none of the options of steps, found --context"),
         (("--gpu", "80", "--gpus", 2), "expected a machine whose bandwidth is known, found GPU of 80 GiB"),
         ((*NODE, "--per-user", 1, "--per-user", 2), "expected one --per-user and one --accepted, found several"),

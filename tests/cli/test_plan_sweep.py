@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpu", "h200", "--csv", "x.csv"), "--sweep with its options, found csv-path"),
+        (("--gpu", "h200", "--csv", "x.csv"), "--sweep with its options, found --csv"),
         (("--gpu", "h200", "--sweep"), "--accepted: expected one for each of 1 drafters, found 0"),
         (("--gpu", "48", "--sweep", "--accepted", "0.5"), "a machine whose bandwidth is known"),
         (("--gpu", "h200", "--sweep", "--context", "9"), "none of the options of steps, found --context"),
