@@ -5,17 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.bench.acceptance import Acceptance
-from dflash_trt.bench.figure_file import (
-    CAPTION_LINE,
-    WIDTH,
-    add_axes,
-    caption_lines,
-    draw_frame,
-    draw_texts,
-    line_style,
-    new_canvas,
-    write_figure,
-)
+from dflash_trt.bench.figure_file import WIDTH, Page, draw_frame, line_style, write_figure
 from dflash_trt.bench.speedup import SideReport
 
 _TITLE = "Draft acceptance"
@@ -24,7 +14,7 @@ _EXPLANATION = (
     "interval over prompts. Below: the same by temperature, and at the first of them by category and by the tokens "
     "before a step; at the right of a row its acceptance length, bonus included."
 )
-_TOP, _CURVES, _BETWEEN, _ROW, _BOTTOM = 0.36, 2.3, 0.78, 0.19, 0.5  # inches, downwards
+_TOP, _CURVES, _BETWEEN, _ROW = 0.36, 2.3, 0.78, 0.19  # inches, downwards
 _LEFT, _RIGHT, _GAP = 1.25, 0.4, 0.45
 _DARK = 0.55  # fractions above have white text
 
@@ -39,23 +29,20 @@ def canvas_of(reports: Sequence[SideReport], paragraphs: Sequence[str]) -> Any:
     """The matplotlib figure: curves, heat maps and caption, one below the other."""
     groups = _groups(reports)
     labels = list(dict.fromkeys(label for rows in groups.values() for label in rows))
-    lines = caption_lines(paragraphs)
-    below = _BOTTOM + CAPTION_LINE * (len(lines) + 0.7)
     map_height = _ROW * len(labels)
-    canvas = new_canvas(_TOP + _CURVES + _BETWEEN + map_height + below)
-    _draw_curves(add_axes(canvas, _LEFT, below + map_height + _BETWEEN, WIDTH - _LEFT - _RIGHT, _CURVES), reports)
+    page = Page(_TITLE, paragraphs, height=_TOP + _CURVES + _BETWEEN + map_height, left=_LEFT)
+    _draw_curves(page.axes(_LEFT, map_height + _BETWEEN, WIDTH - _LEFT - _RIGHT, _CURVES), reports)
     num_positions = {name: max(len(found.by_position) for found in rows.values()) for name, rows in groups.items()}
     cell = (WIDTH - _LEFT - _RIGHT - _GAP * (len(groups) - 1)) / sum(num_positions.values())
     left = _LEFT
     for name, rows in groups.items():
         width = cell * num_positions[name]
-        axes = add_axes(canvas, left, below, width, map_height)
+        axes = page.axes(left, 0, width, map_height)
         _draw_map(axes, [rows.get(label) for label in labels], num_positions[name])
         axes.set_title(name, fontsize=8.5, parse_math=False)
         axes.set_yticks(range(len(labels)), labels if left == _LEFT else [], fontsize=7.5)
         left += width + _GAP
-    draw_texts(canvas, _TITLE, lines, left=_LEFT, caption_top=below - _BOTTOM)
-    return canvas
+    return page.finish()
 
 
 def _groups(reports: Sequence[SideReport]) -> dict[str, dict[str, Acceptance]]:

@@ -5,13 +5,14 @@ them. Arithmetic only; the caller brings the engines.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.core.acceptance import acceptance_length
 from dflash_trt.core.request import GenerationOutput
 
 LogitsOf = Callable[[Sequence[int]], NDArray[np.float32]]  # token ids [N] -> the target's logits [N, V]
@@ -111,11 +112,10 @@ def compare(
     )
 
 
-def acceptance_of(outputs: Iterable[GenerationOutput]) -> Acceptance:
+def acceptance_of(outputs: Sequence[GenerationOutput]) -> Acceptance:
     """Tokens per verify step, all requests together."""
-    counted = [(output.num_emitted_by_verify, output.num_verify_steps) for output in outputs]
-    num_emitted, num_steps = (sum(values) for values in zip(*counted, strict=True)) if counted else (0, 0)
-    return Acceptance(acceptance_length=num_emitted / num_steps if num_steps else None, num_verify_steps=num_steps)
+    num_steps = sum(output.num_verify_steps for output in outputs)
+    return Acceptance(acceptance_length=acceptance_length(outputs), num_verify_steps=num_steps)
 
 
 class _Generated:

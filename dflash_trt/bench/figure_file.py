@@ -15,7 +15,7 @@ from dflash_trt.core.errors import ConfigError
 ENDINGS = (".png", ".svg")
 WIDTH = 7.3  # inches
 DOTS_PER_INCH = 200
-CAPTION_LINE = 0.137  # inches
+_BOTTOM, _CAPTION_LINE = 0.5, 0.137  # inches below axes, and of a line
 _CAPTION_COLUMNS, _CAPTION_LINES = 132, 9
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # for readers who do not see the colours
@@ -45,20 +45,34 @@ def write_figure(canvas: Callable[[], Any], path: Path, *, title: str, descripti
         canvas().savefig(path, dpi=DOTS_PER_INCH, metadata=metadata)
 
 
-def new_canvas(height: float) -> Any:
-    """A figure of matplotlib, as high as this many inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+class Page:
+    """A figure of matplotlib: the title on top, the caption below, and room for axes between them; sizes in inches."""
 
-    canvas = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH)
-    FigureCanvasAgg(canvas)
-    return canvas
+    def __init__(self, title: str, paragraphs: Sequence[str], *, height: float, left: float) -> None:
+        """`height` is that of title and axes."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
+        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
+        self._title, self._left = title, left
+        self._lines = caption_lines(paragraphs)
+        self._below = _BOTTOM + _CAPTION_LINE * (len(self._lines) + 0.7)
+        self._height = height + self._below
+        self.canvas = Figure(figsize=(WIDTH, self._height), dpi=DOTS_PER_INCH)
+        FigureCanvasAgg(self.canvas)
 
-def add_axes(canvas: Any, left: float, below: float, width: float, height: float) -> Any:
-    """Axes at a place in inches."""
-    wide, high = canvas.get_size_inches()
-    return canvas.add_axes((left / wide, below / high, width / wide, height / high))
+    def axes(self, left: float, below: float, width: float, height: float) -> Any:
+        """Axes at a place above the caption."""
+        below += self._below
+        return self.canvas.add_axes((left / WIDTH, below / self._height, width / WIDTH, height / self._height))
+
+    def finish(self) -> Any:
+        """The canvas, with its title and caption. Dollar signs of a command are no formulas."""
+        style: dict[str, Any] = {"va": "top", "parse_math": False}
+        top = 1 - 0.08 / self._height
+        self.canvas.text(self._left / WIDTH, top, self._title, fontsize=10.5, fontweight="bold", **style)
+        style |= {"fontsize": 7.5, "color": _CAPTION, "linespacing": 1.35, "gid": "caption"}
+        self.canvas.text(0.01, (self._below - _BOTTOM) / self._height, "\n".join(self._lines), **style)
+        return self.canvas
 
 
 def line_style(index: int) -> tuple[str, str]:
@@ -73,15 +87,6 @@ def caption_lines(paragraphs: Sequence[str]) -> list[str]:
     end = " ... (in full in the description of this file)"
     kept = lines[:_CAPTION_LINES]
     return [*kept[:-1], textwrap.shorten(kept[-1], _CAPTION_COLUMNS - len(end), placeholder="") + end]
-
-
-def draw_texts(canvas: Any, title: str, lines: Sequence[str], *, left: float, caption_top: float) -> None:
-    """The title on top, and the caption below `caption_top` inches. Dollar signs of a command are no formulas."""
-    height = canvas.get_size_inches()[1]
-    style: dict[str, Any] = {"va": "top", "parse_math": False}
-    canvas.text(left / WIDTH, 1 - 0.08 / height, title, fontsize=10.5, fontweight="bold", **style)
-    style |= {"fontsize": 7.5, "color": _CAPTION, "linespacing": 1.35, "gid": "caption"}
-    canvas.text(0.01, caption_top / height, "\n".join(lines), **style)
 
 
 def draw_frame(axes: Any) -> None:

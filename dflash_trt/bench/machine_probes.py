@@ -10,7 +10,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ _NUM_DRAFTS: Final = 7
 _NUM_ROUNDS: Final = 7
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeSize:
+class ProbeSize(NamedTuple):
     """A target and its DFlash drafter."""
 
     hidden_size: int
@@ -52,60 +51,13 @@ class ProbeSize:
     vocab_size: int
 
 
+# hidden and intermediate size, heads, K/V heads, head_dim, layers, draft layers, vocabulary
 CPU_SIZES: Final = (
-    ProbeSize(
-        hidden_size=128,
-        intermediate_size=256,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        num_layers=2,
-        num_draft_layers=1,
-        vocab_size=256,
-    ),
-    ProbeSize(
-        hidden_size=256,
-        intermediate_size=768,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        num_layers=10,
-        num_draft_layers=4,
-        vocab_size=1024,
-    ),
-    ProbeSize(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        num_layers=5,
-        num_draft_layers=2,
-        vocab_size=4096,
-    ),
+    ProbeSize(128, 256, 4, 2, 32, 2, 1, 256),
+    ProbeSize(256, 768, 4, 2, 64, 10, 4, 1024),
+    ProbeSize(512, 1536, 8, 2, 64, 5, 2, 4096),
 )
-GPU_SIZES: Final = (
-    ProbeSize(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=128,
-        num_layers=4,
-        num_draft_layers=2,
-        vocab_size=32768,
-    ),
-    ProbeSize(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        num_layers=12,
-        num_draft_layers=4,
-        vocab_size=131072,
-    ),
-)
+GPU_SIZES: Final = (ProbeSize(1024, 3072, 8, 2, 128, 4, 2, 32768), ProbeSize(4096, 12288, 32, 8, 128, 12, 4, 131072))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

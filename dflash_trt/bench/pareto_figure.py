@@ -11,22 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.bench.figure_file import (
-    CAPTION_LINE,
-    DOTS_PER_INCH,
-    WIDTH,
-    add_axes,
-    caption_lines,
-    draw_frame,
-    draw_texts,
-    line_style,
-    new_canvas,
-    write_figure,
-)
+from dflash_trt.bench.figure_file import DOTS_PER_INCH, WIDTH, Page, draw_frame, line_style, write_figure
 from dflash_trt.bench.label_places import MARKER_RADIUS, Box, Label, Place, Segment, place_labels
 from dflash_trt.bench.pareto import Point, hull, per_gpu_at, ratios_at
 
-_PLOT_HEIGHT, _LEFT, _RIGHT, _TITLE, _BOTTOM = 3.7, 0.72, 0.14, 0.36, 0.5  # inches
+_PLOT_HEIGHT, _LEFT, _RIGHT, _TITLE = 3.7, 0.72, 0.14, 0.36  # inches
 _LEGEND_ROW, _LEGEND_KEY, _LEGEND_CHARACTER = 0.165, 0.5, 0.068
 _POINT = 72 / DOTS_PER_INCH
 _LABEL_PAD = 0.8  # points around a label, as other viewers have other fonts
@@ -80,18 +69,16 @@ def _ratio(ratio: float) -> str:
 
 def canvas_of(figure: Figure) -> Any:
     """The matplotlib figure: title, legend, plot and caption, one below the other."""
-    lines = caption_lines(figure.paragraphs())
     num_rows = _legend_rows(list(figure.curves) + [_FRONTIER] * _has_frontier(figure))
-    below = _BOTTOM + CAPTION_LINE * (len(lines) + 0.7)
-    canvas = new_canvas(_TITLE + _LEGEND_ROW * num_rows + _PLOT_HEIGHT + below)
-    axes = add_axes(canvas, _LEFT, below, WIDTH - _LEFT - _RIGHT, _PLOT_HEIGHT)
+    height = _TITLE + _LEGEND_ROW * num_rows + _PLOT_HEIGHT
+    page = Page(figure.title, figure.paragraphs(), height=height, left=_LEFT)
+    axes = page.axes(_LEFT, 0, WIDTH - _LEFT - _RIGHT, _PLOT_HEIGHT)
     _draw_curves(axes, figure)
     _draw_axes(axes, figure)
     if figure.curves:
         _draw_legend(axes, num_rows)
     _draw_labels(axes, figure)
-    draw_texts(canvas, figure.title, lines, left=_LEFT, caption_top=below - _BOTTOM)
-    return canvas
+    return page.finish()
 
 
 def _draw_curves(axes: Any, figure: Figure) -> None:

@@ -4,21 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.bench.figure_file import (
-    CAPTION_LINE,
-    WIDTH,
-    add_axes,
-    caption_lines,
-    draw_frame,
-    draw_texts,
-    line_style,
-    new_canvas,
-    write_figure,
-)
+from dflash_trt.bench.figure_file import WIDTH, Page, draw_frame, line_style, write_figure
 from dflash_trt.bench.throughput import PolicyReport
 
 _TITLE = "Throughput by clients and draft length"
-_TOP, _PLOT, _BOTTOM, _LEFT, _RIGHT = 0.36, 3.2, 0.5, 0.72, 0.14  # inches
+_TOP, _PLOT, _LEFT, _RIGHT = 0.36, 3.2, 0.72, 0.14  # inches
 
 
 def draw_throughput(reports: Sequence[PolicyReport], path: Path, caption: tuple[str, ...]) -> None:
@@ -28,10 +18,8 @@ def draw_throughput(reports: Sequence[PolicyReport], path: Path, caption: tuple[
 
 def canvas_of(reports: Sequence[PolicyReport], paragraphs: Sequence[str]) -> Any:
     """The matplotlib figure: lines and caption, one below the other."""
-    lines = caption_lines(paragraphs)
-    below = _BOTTOM + CAPTION_LINE * (len(lines) + 0.7)
-    canvas = new_canvas(_TOP + _PLOT + below)
-    axes = add_axes(canvas, _LEFT, below, WIDTH - _LEFT - _RIGHT, _PLOT)
+    page = Page(_TITLE, paragraphs, height=_TOP + _PLOT, left=_LEFT)
+    axes = page.axes(_LEFT, 0, WIDTH - _LEFT - _RIGHT, _PLOT)
     clients = [report.concurrency for report in reports]
     for index, speed in enumerate(reports[0].speeds):
         colour, marker = line_style(index)
@@ -45,5 +33,4 @@ def canvas_of(reports: Sequence[PolicyReport], paragraphs: Sequence[str]) -> Any
     axes.set_ylabel("Throughput (output tok/s)")
     draw_frame(axes)
     axes.legend(fontsize=8, frameon=False)
-    draw_texts(canvas, _TITLE, lines, left=_LEFT, caption_top=below - _BOTTOM)
-    return canvas
+    return page.finish()

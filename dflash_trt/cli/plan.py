@@ -292,19 +292,10 @@ def describe(
 
 def _memory(made: "EnginePlan") -> dict[str, int]:
     """Bytes of each rank."""
-    memory = made.memory
-    return {
-        "weights_bytes": memory.weights_bytes,
-        "context_bytes": memory.context_bytes,
-        "buffers_bytes": memory.buffers_bytes,
-        "workspace_bytes": memory.workspace_bytes,
-        "activations_bytes": memory.activations_bytes,
-        "graph_pool_bytes": memory.graph_pool_bytes,
-        "kv_bytes": 0 if made.pages is None else made.pages.total_bytes,
-        "state_bytes": 0 if made.pages is None else made.pages.slot_bytes,
-        "snapshot_bytes": 0 if made.pages is None else made.pages.snapshot_bytes,
-        "left_bytes": made.left_bytes,
-    }
+    pages = made.pages
+    of_pages = (0, 0, 0) if pages is None else (pages.total_bytes, pages.slot_bytes, pages.snapshot_bytes)
+    known = asdict(made.memory) | dict(zip(("kv_bytes", "state_bytes", "snapshot_bytes"), of_pages, strict=True))
+    return {name: (known | {"left_bytes": made.left_bytes})[name] for name in _PARTS}
 
 
 def _step(
