@@ -111,11 +111,10 @@ def format_notes(formats: Iterable[str], label: str) -> list[str]:
     """A checkpoint's formats, and which of them quantize activations. `formats` are of linear layers."""
     notes = []
     for name, count in Counter(formats).items():
-        way = (
-            "quantized with the stored scales" if weight_format(name).has_input_scale else "left in the engine's dtype"
-        )
-        why = "" if weight_format(name).has_input_scale else " (the checkpoint has no scales for them)"
-        notes.append(f"{label}: {count} linear layers are stored in {name}; their activations are {way}{why}")
+        known, way = weight_format(name), "left in the engine's dtype (the checkpoint has no scales for them)"
+        if not known.is_weight_only:
+            way = f"quantized with {'a scale per token' if known.has_token_scales else 'the stored scales'}"
+        notes.append(f"{label}: {count} linear layers are stored in {name}; their activations are {way}")
     return notes
 
 

@@ -24,6 +24,7 @@ def group(**weights: Any) -> dict[str, Any]:
 
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
@@ -45,6 +46,8 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "float-quantized",
         group(num_bits=8, type="float", strategy="block", block_structure=[128, 128], activations=DYNAMIC),
     ),
+    "W8A8": ("int8", "int-quantized", group(num_bits=8, type="int", strategy="channel", activations=TOKENS)),
+    "W8A8 tensor": ("int8", "int-quantized", group(num_bits=8, type="int", strategy="tensor", activations=TOKENS)),
     "INT4 g32": ("int4", "pack-quantized", group(num_bits=4, type="int", strategy="group", group_size=32)),
     "W4A16": ("int4", "pack-quantized", group(num_bits=4, type="int", strategy="group", group_size=128)),
     "NVFP4": ("nvfp4", "nvfp4-pack-quantized", group(**NVFP4, activations=LOCAL)),

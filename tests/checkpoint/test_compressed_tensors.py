@@ -18,12 +18,12 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.registry import dequantize, split_quantized, weight_format
-from tests.checkpoint.compressed_target import INPUT_RANGE, NVFP4_MAX, PUBLISHED, compress
+from tests.checkpoint.compressed_target import INPUT_RANGE, NVFP4_MAX, PUBLISHED, TOKENS, compress
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, weights_of
 from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, read_json
 
-WEIGHT_ONLY = [name for name, (ours, _, _) in PUBLISHED.items() if ours not in ("fp8", "nvfp4")]
+WEIGHT_ONLY = [name for name, (ours, _, _) in PUBLISHED.items() if weight_format(ours).is_weight_only]
 DOWN = "model.layers.1.mlp.down_proj"
 # Rounding of a global scale's reciprocal, of its product with the block scale, and of the product with the code.
 NVFP4_TOLERANCE = 2.0**-22
@@ -111,7 +111,33 @@ def test_an_engine_gives_the_tokens_of_the_decompressed_checkpoint(source: Path,
     assert decode(executor, tokens, 16, num_draft_tokens=0).tokens == generated[0, 36:].tolist()
 
 
-@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "FP8_BLOCK", "INT4 g32", "NVFP4"])
+def test_an_engine_of_int8_rounds_each_token_as_vllm_does(source: Path, tmp_path: Path) -> None:
+    """transformers computes with the decompressed weights, and with inputs rounded to 127 steps of their largest."""
+    decompressed = compress(source, tmp_path / "target", "W8A8")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.load_state_dict(decompressed, strict=False)
+    tokens = torch.tensor([list(range(4, 40))])
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = inputs[0].abs().amax(dim=-1, keepdim=True) / 127
+        return ((inputs[0] / scale).round() * scale,)
+
+    with torch.no_grad():
+        unrounded = model(tokens).logits[0]
+        for name in decompressed:
+            model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(rounded)
+        expected = model(tokens).logits[0]
+    found = make_executor(tmp_path / "target").target_logits(tokens[0].tolist())
+
+    def error(other: torch.Tensor) -> float:
+        """Of most logits: an input between two codes goes to either, and changes the tokens after it."""
+        return float((found - other).abs().median())
+
+    assert error(expected) < 1e-4  # measured 2.6e-6
+    assert error(unrounded) > 1e-2  # the negative control: 0.063
+
+
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "INT4 g32", "NVFP4"])
 def test_two_ranks_hold_the_two_halves_of_a_weight(source: Path, tmp_path: Path, name: str) -> None:
     compress(source, tmp_path / "target", name)
     pair = open_pair(tmp_path / "target", None)
@@ -136,6 +162,9 @@ def test_a_note_says_what_becomes_of_the_activations(source: Path, tmp_path: Pat
     compress(source, tmp_path / "static", "FP8")
     [note] = open_pair(tmp_path / "static", None).notes
     assert note.endswith("stored in fp8; their activations are quantized with the stored scales")
+    compress(source, tmp_path / "tokens", "W8A8")
+    [note] = open_pair(tmp_path / "tokens", None).notes
+    assert note.endswith("stored in int8; their activations are quantized with a scale per token")
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -175,7 +204,12 @@ def test_a_scale_of_k_that_is_no_single_float_is_refused(source: Path, tmp_path:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("weights", {"num_bits": 8, "type": "int", "strategy": "channel"}, "symmetric int 4 in groups of a multiple of 32"),
+    (
+        "weights",
+        {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32},
+        "symmetric int 8 per tensor or ",
+    ),
+    ("weights", {"num_bits": 8, "type": "int", "strategy": "channel"}, "format: expected int-quantized or naive"),
     ("weights", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 48}, "expected float 8 per tensor"),
     ("weights", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}, "expected"),
     ("weights", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}, "expected"),
@@ -195,6 +229,30 @@ def test_groups_that_are_not_implemented_are_refused(
     edit_json(path / "config.json", quantization_config=section)
     with pytest.raises(ConfigError, match=re.escape(words)):
         open_pair(path, None)
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        None,
+        TOKENS | {"dynamic": False},
+        TOKENS | {"symmetric": False},
+        TOKENS | {"strategy": "tensor"},
+        TOKENS | {"num_bits": 4},
+        TOKENS | {"type": "float"},
+    ],
+)
+def test_int8_with_other_activations_than_dynamic_tokens_is_refused(
+    source: Path, tmp_path: Path, activations: dict[str, Any] | None
+) -> None:
+    compress(source, tmp_path / "target", "W8A8")
+    section = section_of(tmp_path / "target")
+    section["config_groups"]["group_0"]["input_activations"] = activations
+    edit_json(tmp_path / "target" / "config.json", quantization_config=section)
+    with pytest.raises(
+        ConfigError, match=r"input_activations.*: expected symmetric int 8 with a dynamic scale per tok"
+    ):
+        open_pair(tmp_path / "target", None)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[str, Write]] = {
     "FP8 blocks": ("fp8_block", write_blocks),
     "INT4 g32": ("int4", lambda source, output: compress(source, output, "INT4 g32")),
     "FP8_DYNAMIC": ("fp8_w8a16", lambda source, output: compress(source, output, "FP8_DYNAMIC")),
+    "W8A8": ("int8", lambda source, output: compress(source, output, "W8A8")),
     "NVFP4A16": ("nvfp4_w4a16", lambda source, output: compress(source, output, "NVFP4A16")),
     "ModelOpt NVFP4": ("nvfp4", write_modelopt),
 }

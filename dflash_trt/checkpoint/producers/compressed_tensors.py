@@ -1,4 +1,4 @@
-"""`quant_method: compressed-tensors`: FP8, NVFP4 and INT4 of llm-compressor, and the experts of Kimi.
+"""`quant_method: compressed-tensors`: FP8, NVFP4, INT8 and INT4 of llm-compressor, and the experts of Kimi.
 
 A group of `config_groups` quantizes the modules that its `targets` name. A name goes before an expression, an
 expression before the class `Linear`. The global scales of NVFP4 divide.
@@ -22,19 +22,21 @@ from dflash_trt.checkpoint.producers.base import (
 )
 from dflash_trt.core.errors import problem
 from dflash_trt.formats import fp8_block, int4
+from dflash_trt.formats.registry import weight_format
 
 _FP8_FILES = ("float-quantized", "naive-quantized")
+_INT8_FILES = ("int-quantized", "naive-quantized")
 _LINEAR_CLASS = "Linear"
-_HINT = "Use an unquantized checkpoint, or one with FP8, NVFP4 or INT4 weights."
+_HINT = "Use an unquantized checkpoint, or one with FP8, NVFP4, INT8 or INT4 weights."
 _WEIGHTS = (
-    "float 8 per tensor, per channel or in blocks of 128 x 128, float 4 in groups of 16, or symmetric int 4 in groups "
-    "of a multiple of 32"
+    "float 8 per tensor, per channel or in blocks of 128 x 128, float 4 in groups of 16, symmetric int 8 per tensor or "
+    "per channel, or symmetric int 4 in groups of a multiple of 32"
 )
 
 _CODES = StoredField(suffix="weight")
 _PACKED = StoredField(suffix="weight_packed")
 _SCALE = StoredField(suffix="weight_scale", dtypes=FLOATS)
-_FP8 = {"codes": _CODES, "weight_scale": _SCALE}
+_SCALED = {"codes": _CODES, "weight_scale": _SCALE}
 _NVFP4 = {
     "codes": _PACKED,
     "block_scale": StoredField(suffix="weight_scale"),
@@ -120,6 +122,10 @@ def _stored_format(group: ConfigReader, file_format: str | None) -> StoredFormat
     elif file_format not in files:
         expected, found = " or ".join(files), shown(file_format)
         group.problems.append(problem(f"{group.subject('weights')} format", expected=expected, found=found, hint=_HINT))
+    elif weight_format(stored.format).has_token_scales:
+        if is_static or not _are_tokens_of_int8(inputs or {}):
+            expected = f"symmetric int 8 with a dynamic scale per token for {stored.format} weights"
+            group.refuse("input_activations", expected=expected, hint=_HINT)
     elif is_static and not _fits(stored, inputs or {}):
         expected = f"activations as {stored.format} has them, dynamic ones, or none"
         group.refuse("input_activations", expected=expected, hint=_HINT)
@@ -136,6 +142,8 @@ def _layout(weights: Mapping[str, Any], *, is_static: bool) -> tuple[StoredForma
         scale = {"input_scale": StoredField(suffix="input_global_scale", is_reciprocal=True)} if is_static else {}
         name = "nvfp4" if is_static else "nvfp4_w4a16"
         return StoredFormat(format=name, fields=_NVFP4 | scale), ("nvfp4-pack-quantized",)
+    if kind == ("int", 8) and strategy in ("tensor", "channel"):
+        return StoredFormat(format="int8", fields=_SCALED), _INT8_FILES
     if kind == ("int", 4) and strategy == "group" and isinstance(group_size, int) and not is_static:
         repeats, rest = divmod(group_size, int4.BLOCK_SIZE)
         if repeats > 0 and rest == 0:
@@ -152,9 +160,9 @@ def _fp8_layout(weights: Mapping[str, Any], *, is_static: bool) -> StoredFormat 
         return StoredFormat(format="fp8_block", fields={"codes": _CODES, "block_scale": _SCALE})
     if strategy == "tensor" and is_static:
         scale = {"input_scale": StoredField(suffix="input_scale", dtypes=FLOATS)}
-        return StoredFormat(format="fp8", fields=_FP8 | scale)
+        return StoredFormat(format="fp8", fields=_SCALED | scale)
     if strategy in ("tensor", "channel") and not is_static:
-        return StoredFormat(format="fp8_w8a16", fields=_FP8)
+        return StoredFormat(format="fp8_w8a16", fields=_SCALED)
     return None
 
 
@@ -168,6 +176,11 @@ def _fits(stored: StoredFormat, inputs: Mapping[str, Any]) -> bool:
     kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"))
     wanted = {"fp8": ("float", 8, "tensor"), "nvfp4": ("float", 4, "tensor_group")}
     return inputs.get("symmetric", True) is True and kind == wanted.get(stored.format)
+
+
+def _are_tokens_of_int8(inputs: Mapping[str, Any]) -> bool:
+    kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"))
+    return inputs.get("symmetric", True) is True and kind == ("int", 8, "token")
 
 
 def _read_kv_scheme(reader: ConfigReader) -> bool:
