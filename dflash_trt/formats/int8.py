@@ -40,6 +40,8 @@ class Int8Weight(QuantizedWeight[T]):
 class Int8(WeightFormat):
     name = "int8"
     weight_type = Int8Weight
+    first_capability = (8, 0)  # Ampere's tensor cores
+    instead = "Use `none`."
     has_token_scales = True
     max_columns = MAX_COLUMNS
 

@@ -32,9 +32,10 @@ class Gpu:
     """One GPU, or another machine that computes a rank. Without a bandwidth only its memory is known.
 
     `peak_flops` are FLOPs per second by the bits of an operand, 32 (float32), 16 (bfloat16), 8 (FP8) or 4 (FP4); a
-    width it lacks runs at the next wider one. `read_bytes_per_s` is the bandwidth by the size of a working set that is
-    read repeatedly, for a machine whose caches hold a small model. `plain_weight_bits` is the width of unquantized
-    weights in memory; None means as stored (a CPU keeps float32 weights that bfloat16 holds exactly in 16 bits).
+    width it lacks runs at the next wider one, and so do integers without `has_integer_units`. `read_bytes_per_s` is the
+    bandwidth by the size of a working set that is read repeatedly, for a machine whose caches hold a small model.
+    `plain_weight_bits` is the width of unquantized weights in memory; None means as stored (a CPU keeps float32 weights
+    that bfloat16 holds exactly in 16 bits).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Gpu:
     bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None  # NVLink, in one direction
     peak_flops: Mapping[int, float] = field(default_factory=dict)
+    has_integer_units: bool = True  # tensor cores that multiply 8-bit integers as fast as FP8
     read_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
     plain_weight_bits: int | None = None
 
@@ -85,10 +87,12 @@ class Gpu:
         from dflash_trt.formats.registry import weight_format
 
         known = weight_format(format_name)
-        if not known.has_input_scale or self.capability is None or self.capability < (known.first_capability or (0, 0)):
+        if known.is_weight_only or self.capability is None or self.capability < (known.first_capability or (0, 0)):
             return PLAIN_BITS
         columns = known.columns_per_block * 2
         codes = next(iter(known.layout((1, columns), (1,)).values()))
+        if codes.dtype == "int8" and not self.has_integer_units:
+            return PLAIN_BITS
         return codes.num_bytes * 8 // columns
 
 
@@ -132,6 +136,7 @@ GPUS: Final[tuple[Gpu, ...]] = (
         bytes_per_s=8e12,
         link_bytes_per_s=900e9,
         peak_flops={16: 2.25e15, 8: 4.5e15, 4: 13.1e15},
+        has_integer_units=False,  # ptxas 13.4 has no `tcgen05.mma` of `.kind::i8` for SM103
     ),
 )
 

@@ -160,6 +160,9 @@ def test_a_clock_says_what_its_times_rest_on() -> None:
         ("b200", "nvfp4_w4a16", 16),
         ("b200", "fp8_block", 16),
         ("48", "fp8", 16),
+        ("h100", "int8", 8),
+        ("b200", "int8", 8),
+        ("b300", "int8", 16),
     ],
 )
 def test_operands_are_as_wide_as_codes_where_the_gpu_quantizes_activations(
