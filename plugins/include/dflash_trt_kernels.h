@@ -56,7 +56,7 @@ extern "C"
         int64_t num_elements; /* of this rank's tensor */
     } dflash_trt_collective_shape;
 
-    /* The ncclComm_t of this process's world, which the next two and the plugins AllReduce and AllGather use; null:
+    /* The ncclComm_t of this process's world, which the next functions and the plugins of their names use; null:
      * none. libnccl.so.2 must be the one that made it. It has to outlive every graph that holds a collective. */
     DFLASH_TRT_API int32_t dflash_trt_set_communicator(void* communicator);
 
@@ -65,6 +65,13 @@ extern "C"
         dflash_trt_collective_shape const* shape, void const* x, void* summed, dflash_trt_stream stream);
     DFLASH_TRT_API int32_t dflash_trt_all_gather(
         dflash_trt_collective_shape const* shape, void const* x, void* gathered, dflash_trt_stream stream);
+
+    /* `x` has num_elements, a part for each rank, rank 0's first. `summed` is the sum of the parts for this rank;
+     * `received` has each rank's part for this one, rank 0's first. */
+    DFLASH_TRT_API int32_t dflash_trt_reduce_scatter(
+        dflash_trt_collective_shape const* shape, void const* x, void* summed, dflash_trt_stream stream);
+    DFLASH_TRT_API int32_t dflash_trt_all_to_all(
+        dflash_trt_collective_shape const* shape, void const* x, void* received, dflash_trt_stream stream);
 
     /* What went wrong in this thread's last call that returned 1, and how to mend it. */
     DFLASH_TRT_API char const* dflash_trt_last_error(void);

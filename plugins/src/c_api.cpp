@@ -126,6 +126,18 @@ int32_t dflash_trt_all_gather(
     return guarded([&] { all_gather(collective_of(required(shape)), x, gathered, stream); });
 }
 
+int32_t dflash_trt_reduce_scatter(
+    dflash_trt_collective_shape const* shape, void const* x, void* summed, dflash_trt_stream stream)
+{
+    return guarded([&] { reduce_scatter(collective_of(required(shape)), x, summed, stream); });
+}
+
+int32_t dflash_trt_all_to_all(
+    dflash_trt_collective_shape const* shape, void const* x, void* received, dflash_trt_stream stream)
+{
+    return guarded([&] { all_to_all(collective_of(required(shape)), x, received, stream); });
+}
+
 char const* dflash_trt_last_error()
 {
     return last_error.c_str();

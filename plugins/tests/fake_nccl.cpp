@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 namespace
 {
@@ -37,6 +38,23 @@ struct Communicator
     int num_ranks;
     int rank;
 };
+
+struct Transfer
+{
+    void const* from;
+    void* to;
+    size_t num_bytes;
+    int peer;
+};
+
+struct Group
+{
+    Communicator* communicator;
+    std::vector<Transfer> sends;
+    std::vector<Transfer> receives;
+};
+
+thread_local Group group;
 
 template <typename Condition>
 bool wait_until(Condition const& is_met)
@@ -237,6 +255,77 @@ int ncclAllGather(
             {
                 std::memcpy(static_cast<unsigned char*>(receive) + static_cast<size_t>(rank) * num_bytes,
                     communicator->world->slots[rank], num_bytes);
+            }
+        });
+}
+
+int ncclReduceScatter(void const* send, void* receive, size_t receive_count, int type, int op,
+    Communicator* communicator, void* /*stream*/)
+{
+    size_t const size = size_of(type);
+    size_t const num_bytes = receive_count * size;
+    if (op != 0)
+    {
+        return kInvalidArgument;
+    }
+    return exchange(*communicator, send, static_cast<size_t>(communicator->num_ranks) * num_bytes,
+        [&]
+        {
+            size_t const start = static_cast<size_t>(communicator->rank) * num_bytes;
+            for (size_t i = 0; i < receive_count; ++i)
+            {
+                float sum = 0;
+                for (int rank = 0; rank < communicator->num_ranks; ++rank)
+                {
+                    sum += load(communicator->world->slots[rank] + start + i * size, type);
+                }
+                store(sum, static_cast<unsigned char*>(receive) + i * size, type);
+            }
+        });
+}
+
+/// Calls of a group are made by its end, each rank's to all ranks in their order, of equal sizes.
+int ncclGroupStart()
+{
+    group = {};
+    return kSuccess;
+}
+
+int ncclSend(void const* send, size_t count, int type, int peer, Communicator* communicator, void* /*stream*/)
+{
+    group.sends.push_back({send, nullptr, count * size_of(type), peer});
+    group.communicator = communicator;
+    return kSuccess;
+}
+
+int ncclRecv(void* receive, size_t count, int type, int peer, Communicator* communicator, void* /*stream*/)
+{
+    group.receives.push_back({nullptr, receive, count * size_of(type), peer});
+    group.communicator = communicator;
+    return kSuccess;
+}
+
+int ncclGroupEnd()
+{
+    Communicator const& self = *group.communicator;
+    std::vector<unsigned char> sent;
+    for (Transfer const& transfer : group.sends)
+    {
+        bool const is_next = transfer.peer * transfer.num_bytes == sent.size();
+        if (!is_next || transfer.num_bytes != group.sends[0].num_bytes)
+        {
+            return kInvalidArgument;
+        }
+        auto const* const from = static_cast<unsigned char const*>(transfer.from);
+        sent.insert(sent.end(), from, from + transfer.num_bytes);
+    }
+    return exchange(self, sent.data(), sent.size(),
+        [&]
+        {
+            for (Transfer const& transfer : group.receives)
+            {
+                size_t const start = static_cast<size_t>(self.rank) * transfer.num_bytes;
+                std::memcpy(transfer.to, self.world->slots[transfer.peer] + start, transfer.num_bytes);
             }
         });
 }

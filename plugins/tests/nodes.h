@@ -31,7 +31,7 @@ struct Node
     }
     /// A program of the first launch has a tile of rows.
     [[nodiscard]] bool is_tiled() const { return name == "Linear" || name == "HeadProduct"; }
-    [[nodiscard]] bool is_collective() const { return name.rfind("All", 0) == 0; }
+    [[nodiscard]] bool is_collective() const { return !fields.empty() && fields[0].first == "num_ranks"; }
 
     [[nodiscard]] Tensor& input(std::string const& wanted)
     {
@@ -194,6 +194,10 @@ inline std::vector<Node> make_nodes(
         {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
         {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
             0},
+        {"ReduceScatter", {{"num_ranks", 3}}, {{"x", {3, kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}},
+            0},
+        {"AllToAll", {{"num_ranks", 3}}, {{"x", {3, kTokens, kHeadDim}, f}},
+            {{"received", {3, kTokens, kHeadDim}, f}}, 0},
     };
 }
 

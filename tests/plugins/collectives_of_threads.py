@@ -11,14 +11,15 @@ import ctypes
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-NUM_ROWS, NUM_COLUMNS = 5, 7
+NUM_ROWS, NUM_COLUMNS = 8, 7  # rows that 2 and 4 ranks share evenly
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -47,6 +48,16 @@ def values_of(rank: int) -> Floats:
     return (np.arange(NUM_ROWS * NUM_COLUMNS, dtype=np.float32) % 11 + 13 * rank).reshape(NUM_ROWS, NUM_COLUMNS)
 
 
+def outcome_of(name: str, parts: Sequence[Floats], rank: int) -> Floats:
+    """What a rank gets where the ranks bring `parts`."""
+    found = np.stack(parts)
+    own = found.reshape(len(parts), len(parts), -1, NUM_COLUMNS)[:, rank]
+    if name in ("all_gather", "all_to_all"):
+        return found if name == "all_gather" else own
+    summed: Floats = (found if name == "all_reduce" else own).sum(0)
+    return summed
+
+
 class Rank:
     def __init__(self, library: Path, nccl: Any, unique_id: UniqueId, num_ranks: int, rank: int) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -56,12 +67,14 @@ class Rank:
         assert nccl.ncclCommInitRank(ctypes.byref(communicator), num_ranks, unique_id, rank) == 0
         self.communicator = communicator
 
-    def collective(self, name: str, float_type: int, *, num_ranks: int | None = None) -> str | list[float]:
+    def collective(
+        self, name: str, float_type: int, *, num_ranks: int | None = None, num_rows: int = NUM_ROWS
+    ) -> str | list[float]:
         """The result in float32, or the error."""
         dtype, to_type, to_float = TYPES[float_type]
         x = np.ascontiguousarray(to_type(values_of(self.rank)))
-        out = np.zeros((self.num_ranks if name == "all_gather" else 1, *x.shape), dtype)
-        shape = Shape(float_type, num_ranks or self.num_ranks, x.size)
+        out = np.zeros(outcome_of(name, [x] * self.num_ranks, self.rank).shape, dtype)
+        shape = Shape(float_type, num_ranks or self.num_ranks, num_rows * NUM_COLUMNS)
         function = getattr(self.library, f"dflash_trt_{name}")
         addresses = ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(out.ctypes.data)
         if function(ctypes.byref(shape), *addresses, None) != 0:
@@ -80,8 +93,9 @@ def run(library: Path, nccl: Any, directory: Path, num_ranks: int) -> dict[str, 
         member = Rank(copy, nccl, unique_id, num_ranks, rank)
         answers: dict[str, Any] = {"without": member.collective("all_reduce", 0)}
         assert member.library.dflash_trt_set_communicator(member.communicator) == 0
+        answers["uneven"] = member.collective("reduce_scatter", 0, num_rows=NUM_ROWS - 1)
         answers["of another world"] = member.collective("all_reduce", 0, num_ranks=num_ranks + 1)
-        for name in ("all_reduce", "all_gather"):
+        for name in COLLECTIVES:
             answers[name] = [member.collective(name, float_type) for float_type in TYPES]
         assert member.library.dflash_trt_set_communicator(None) == 0
         answers["after"] = member.collective("all_gather", 0)

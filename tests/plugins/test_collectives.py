@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.plugins.building import BuiltLibrary, run_python
-from tests.plugins.collectives_of_threads import TYPES, values_of
+from tests.plugins.collectives_of_threads import COLLECTIVES, TYPES, outcome_of, values_of
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +20,11 @@ def results(built: BuiltLibrary, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
-def test_every_rank_gets_the_sum_and_all_parts_in_order(results: dict[str, Any], name: str, num_ranks: int) -> None:
-    parts = np.stack([values_of(rank) for rank in range(num_ranks)])
-    expected = (parts.sum(0) if name == "all_reduce" else parts).reshape(-1).tolist()
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_rank_gets_the_sum_and_its_parts_in_order(results: dict[str, Any], name: str, num_ranks: int) -> None:
+    parts = [values_of(rank) for rank in range(num_ranks)]
     for rank in range(num_ranks):
+        expected = outcome_of(name, parts, rank).reshape(-1).tolist()
         assert results["ranks"][str(num_ranks)][str(rank)][name] == [expected] * len(TYPES)
 
 
@@ -40,6 +39,11 @@ def test_every_rank_gets_the_sum_and_all_parts_in_order(results: dict[str, Any],
 def test_a_collective_without_its_communicator_is_refused(results: dict[str, Any], when: str, message: str) -> None:
     for rank in ("0", "1"):
         assert message in results["ranks"]["2"][rank][when]
+
+
+def test_elements_that_ranks_do_not_share_evenly_are_refused(results: dict[str, Any]) -> None:
+    for rank in ("0", "1"):
+        assert "as many elements for each of 2 ranks, found 49" in results["ranks"]["2"][rank]["uneven"]
 
 
 def test_a_machine_without_nccl_is_told_of_it(results: dict[str, Any]) -> None:

@@ -49,7 +49,10 @@ class RankThreads:
 
 
 class _RankInterpreter(NetworkInterpreter):
-    """An all-gather stacks the ranks' tensors along axis 0, an all-reduce adds them, as TensorRT says."""
+    """An all-gather stacks the ranks' tensors along axis 0, an all-reduce adds them, as TensorRT says.
+
+    The others divide axis 0 among the ranks.
+    """
 
     def __init__(
         self,
@@ -66,13 +69,23 @@ class _RankInterpreter(NetworkInterpreter):
     def _dist_collective(self, layer: Any) -> Step:
         assert layer.num_ranks == self._threads.num_ranks
         kind = layer.name.split()[0]  # a finished layer tells what it does by its name alone
-        assert kind in ("ALL_REDUCE", "ALL_GATHER")
+        combine = {
+            "ALL_REDUCE": lambda found: torch.stack(found).sum(0),
+            "ALL_GATHER": torch.cat,
+            "REDUCE_SCATTER": lambda found: torch.stack(self._own(found)).sum(0),
+            "ALL_TO_ALL": lambda found: torch.cat(self._own(found)),
+        }[kind]
 
         def exchange(given: list[Tensor]) -> list[Tensor]:
-            tensors = self._threads.exchange(self._rank, given[0])
-            return [torch.cat(tensors) if kind == "ALL_GATHER" else torch.stack(tensors).sum(0)]
+            return [combine(self._threads.exchange(self._rank, given[0]))]
 
         return exchange
+
+    def _own(self, found: list[Tensor]) -> list[Tensor]:
+        """This rank's part of each rank's tensor."""
+        size, rest = divmod(len(found[0]), self._threads.num_ranks)
+        assert rest == 0, "rows that the ranks do not share evenly"
+        return [tensor[self._rank * size : (self._rank + 1) * size] for tensor in found]
 
 
 @dataclass(kw_only=True)
@@ -154,6 +167,12 @@ class _CollectiveNodes(PluginReference):
 
     def _all_gather(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
         return [torch.cat(self._exchanged(x, settings))]
+
+    def _reduce_scatter(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
+        return [torch.stack([parts[self._rank] for parts in self._exchanged(x, settings)]).sum(0)]
+
+    def _all_to_all(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
+        return [torch.stack([parts[self._rank] for parts in self._exchanged(x, settings)])]
 
     def _exchanged(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
         assert settings == {"num_ranks": self._threads.num_ranks}

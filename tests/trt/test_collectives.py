@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt.collectives import NativeCollectives
+from dflash_trt.backends.tensorrt.collectives import NativeCollectives, SharedRows
+from dflash_trt.backends.tensorrt.host_views import host_tensor
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.network.ops import OF_TOKENS
+from dflash_trt.network.vocabulary import embedded
 from tests.engines import make_executor
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
 from tests.trt import networks
@@ -37,6 +40,52 @@ def test_two_ranks_exchange_what_plain_pytorch_exchanges(trt: ModuleType, op: st
     expected = parts[0] + parts[1] if op == "all_reduce" else torch.cat(parts, dim=1)
     for found in threads.run(lambda rank: run(rank, threads)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_in_order", [False, True])
+def test_two_ranks_with_requests_of_their_own_exchange_rows(trt: ModuleType, is_in_order: bool) -> None:
+    """Each has 3 rows, and half of an embedding of 8 tokens."""
+
+    def run(rank: int, threads: RankThreads) -> dict[str, torch.Tensor]:
+        logger = make_logger(trt)
+        network = trt.Builder(logger).create_network(0)
+        layers = Layers(trt, network, logger)
+        sizes = {"x": (-1, 2), "parts": (-1, 2), "token_ids": (-1,)}
+        given = {
+            name: layers.add_input(
+                name, "int32" if name == "token_ids" else "float32", shape, (name, "C")[: len(shape)]
+            )
+            for name, shape in sizes.items()
+        }
+        table = host_tensor("table", tables[rank])
+        shared = SharedRows(layers, NativeCollectives(layers, 2), rank=rank, is_in_order=is_in_order)
+        ops = TrtOps(layers, None, None, {}, None, shared)  # type: ignore[arg-type]
+        made = {
+            "rows": ops.all_gather_rows(given["x"], OF_TOKENS),
+            "ids": ops.all_gather_rows(given["token_ids"], OF_TOKENS),
+            "sums": ops.reduce_scatter_rows(given["parts"], OF_TOKENS),
+            "logits": ops.all_gather_vocab(given["parts"], OF_TOKENS),
+            "embedded": embedded(ops, table, given["token_ids"], 1.0, OF_TOKENS),
+        }
+        for name, tensor in made.items():
+            layers.mark_output(tensor, name)
+        own = {"x": x[rank], "parts": parts[rank], "token_ids": ids[rank]}
+        return threads.interpreter(rank, trt, network, {"table": tables[rank]}).run(own)
+
+    x, parts = torch.randn(2, 3, 2), torch.randn(2, 6, 2)
+    ids, tables = torch.tensor([[0, 5, 7], [3, 4, 0]], dtype=torch.int32), torch.randn(2, 4, 2)
+    threads = RankThreads(2)
+    for rank, found in enumerate(threads.run(lambda rank: run(rank, threads))):
+        own = slice(3 * rank, 3 * rank + 3)
+        expected = {
+            "rows": x.flatten(0, 1),
+            "ids": ids.flatten(),
+            "sums": parts.sum(0)[own],
+            "logits": torch.cat((parts[0][own], parts[1][own]), 1),
+            "embedded": tables.flatten(0, 1)[ids[rank].long()],
+        }
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
 
 
 class _Order:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
-from dflash_trt.backends.tensorrt.collectives import Collectives
+from dflash_trt.backends.tensorrt.collectives import Collectives, SharedRows
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.latent_ops import LatentOps
@@ -61,18 +61,23 @@ class TrtOps(DrafterOps, LatentOps):
         lowering: PluginLowering,
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
-        collectives: Collectives | None = None,  # None for one rank
+        collectives: Collectives | None = None,  # None where attention is whole on each rank
+        shared_rows: SharedRows | None = None,  # of ranks with requests of their own
         *,
         max_draft_len: int = 0,
     ) -> None:
         super().__init__(layers, inputs, lowering, max_draft_len=max_draft_len)
         self._rope_tables = rope_tables
         self._collectives = collectives
+        self._shared_rows = shared_rows
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
 
     def embedding(self, table: Handle, token_ids: ITensor, scale: float = 1.0) -> ITensor:
-        layers = self._layers
-        rows = layers.gather(layers.tensor(table), token_ids)
+        layers, shared = self._layers, self._shared_rows
+        if shared is None:
+            rows = layers.gather(layers.tensor(table), token_ids)
+        else:
+            rows = shared.part_of_embedding(table, token_ids)
         return rows if scale == 1.0 else layers.binary("PROD", rows, scale)
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
@@ -284,13 +289,13 @@ class TrtOps(DrafterOps, LatentOps):
         return x if self._collectives is None else self._collectives.all_reduce(x)
 
     def all_gather_rows(self, x: ITensor, exchanged: ExchangedRows) -> ITensor:
-        return x  # `BuildConfig` refuses ranks with requests of their own
+        return x if self._shared_rows is None else self._shared_rows.all_gather(x)
 
     def reduce_scatter_rows(self, x: ITensor, exchanged: ExchangedRows) -> ITensor:
-        return x
+        return x if self._shared_rows is None else self._shared_rows.reduce_scatter(x)
 
     def all_gather_vocab(self, logits: ITensor, exchanged: ExchangedRows) -> ITensor:
-        return self.gathered_columns(logits)
+        return self.gathered_columns(logits) if self._shared_rows is None else self._shared_rows.own_rows(logits)
 
     def gathered_columns(self, x: ITensor) -> ITensor:
         """[N, C] of each rank -> [N, ranks * C]."""

@@ -6,7 +6,7 @@ they compute.
 
 from typing import Final
 
-from dflash_trt.kernels.programs.collectives import ALL_GATHER, ALL_REDUCE
+from dflash_trt.kernels.programs.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from dflash_trt.kernels.programs.experts import EXPERTS
 from dflash_trt.kernels.programs.gated_delta import GATED_DELTA, GATED_DELTA_IN_ORDER
 from dflash_trt.kernels.programs.latents import ATTEND_LATENTS, ATTEND_LATENTS_IN_SPLITS, HEAD_PRODUCT
@@ -23,6 +23,7 @@ from dflash_trt.kernels.programs.sampling import DRAFT_TOKENS, SAMPLE_AND_ACCEPT
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
+    "ALL_TO_ALL",
     "ATTEND_DRAFT",
     "ATTEND_IN_SPLITS",
     "ATTEND_LATENTS",
@@ -37,6 +38,7 @@ __all__ = [
     "NAMESPACE",
     "PREVIOUS_ROWS",
     "PROGRAMS",
+    "REDUCE_SCATTER",
     "RMS_NORM",
     "SAMPLE_AND_ACCEPT",
     "SCORE_ROWS",
@@ -58,6 +60,8 @@ PROGRAMS: Final = (
     ATTEND_LATENTS,
     ALL_REDUCE,
     ALL_GATHER,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
     LINEAR,
     RMS_NORM,
     ATTEND_IN_SPLITS,

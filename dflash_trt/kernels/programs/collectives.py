@@ -1,4 +1,4 @@
-"""Sums and joins over the ranks. NCCL makes the launches."""
+"""Sums, joins and exchanges over the ranks. NCCL makes the launches."""
 
 from typing import Final
 
@@ -12,4 +12,12 @@ ALL_REDUCE: Final = Program(
 )
 ALL_GATHER: Final = Program(
     name="AllGather", inputs=(_X,), outputs=(TensorRule("gathered", "F [num_ranks * N, C]"),), fields=(_NUM_RANKS,)
+)
+
+_PARTS: Final = TensorRule("x", "F [num_ranks, N, C]")  # for each rank, rank 0's first
+REDUCE_SCATTER: Final = Program(
+    name="ReduceScatter", inputs=(_PARTS,), outputs=(TensorRule("summed", "F [N, C]"),), fields=(_NUM_RANKS,)
+)
+ALL_TO_ALL: Final = Program(
+    name="AllToAll", inputs=(_PARTS,), outputs=(TensorRule("received", "F [num_ranks, N, C]"),), fields=(_NUM_RANKS,)
 )

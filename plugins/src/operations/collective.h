@@ -1,4 +1,4 @@
-// Sums and joins of a tensor over the ranks of one world, a process each.
+// Sums, joins and exchanges of a tensor over the ranks of one world, a process each.
 #pragma once
 
 #include "runtime/float_type.h"
@@ -28,5 +28,12 @@ void all_reduce(CollectiveShape const& shape, void const* x, void* summed, CUstr
 
 /// `gathered` has `num_ranks * num_elements`, rank 0's first.
 void all_gather(CollectiveShape const& shape, void const* x, void* gathered, CUstream stream);
+
+/// `x` has a part for each rank, rank 0's first; `summed` is the sum of those for this one, and has
+/// `num_elements / num_ranks`.
+void reduce_scatter(CollectiveShape const& shape, void const* x, void* summed, CUstream stream);
+
+/// `x` has a part for each rank, and `received` each rank's part for this one, rank 0's first.
+void all_to_all(CollectiveShape const& shape, void const* x, void* received, CUstream stream);
 
 } // namespace dflash_trt

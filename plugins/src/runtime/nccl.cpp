@@ -33,6 +33,11 @@ Nccl::Nccl()
     find(library, "ncclCommCount", comm_count);
     find(library, "ncclAllReduce", all_reduce);
     find(library, "ncclAllGather", all_gather);
+    find(library, "ncclReduceScatter", reduce_scatter);
+    find(library, "ncclSend", send);
+    find(library, "ncclRecv", receive);
+    find(library, "ncclGroupStart", group_start);
+    find(library, "ncclGroupEnd", group_end);
     find(library, "ncclGetErrorString", get_error_string);
 }
 

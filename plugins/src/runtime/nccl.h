@@ -32,6 +32,14 @@ public:
         CUstream stream) = nullptr;
     int32_t (*all_gather)(void const* send, void* receive, size_t send_count, NcclType type, void* communicator,
         CUstream stream) = nullptr;
+    int32_t (*reduce_scatter)(void const* send, void* receive, size_t receive_count, NcclType type, int32_t op,
+        void* communicator, CUstream stream) = nullptr;
+    int32_t (*send)(void const* send, size_t count, NcclType type, int32_t peer, void* communicator, CUstream stream)
+        = nullptr;
+    int32_t (*receive)(void* receive, size_t count, NcclType type, int32_t peer, void* communicator, CUstream stream)
+        = nullptr;
+    int32_t (*group_start)() = nullptr;
+    int32_t (*group_end)() = nullptr;
 
 private:
     Nccl();

@@ -1,4 +1,4 @@
-// AllReduce and AllGather: NCCL's collectives over all ranks, as alternatives to TensorRT's own layer.
+// NCCL's collectives over all ranks, as alternatives to TensorRT's own layer.
 #pragma once
 
 #include "operations/collective.h"
@@ -9,17 +9,18 @@
 namespace dflash_trt
 {
 
-constexpr std::string_view kAllReduce = "AllReduce";
-constexpr std::string_view kAllGather = "AllGather";
+using Collective = void (*)(CollectiveShape const& shape, void const* given, void* made, CUstream stream);
 
-/// Its program is AllReduce or AllGather.
+/// That of a program's name; null for programs that are no collectives.
+[[nodiscard]] Collective collective_named(std::string_view program) noexcept;
+
+/// Its program is one of a collective.
 class CollectivePlugin final : public StepPlugin
 {
 public:
     using StepPlugin::StepPlugin;
 
 private:
-    [[nodiscard]] bool is_gather() const { return std::string_view(program().name) == kAllGather; }
     [[nodiscard]] int64_t num_ranks() const { return fields().integer("num_ranks"); }
 
     [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override { return std::make_unique<CollectivePlugin>(*this); }

@@ -26,7 +26,7 @@ std::deque<PluginCreator> make_creators()
     std::deque<PluginCreator> creators; // addresses stay
     for (Program const* program : kPrograms)
     {
-        bool const is_collective = program->name == kAllReduce || program->name == kAllGather;
+        bool const is_collective = collective_named(program->name) != nullptr;
         creators.emplace_back(*program, is_collective ? make<CollectivePlugin> : make<ProgramPlugin>);
     }
     return creators;
