@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dflash_trt.quantize.plan import QuantizationPlan
 
 _FIELDS = tuple(BuildConfig.model_fields)
-_FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4 or nvfp4_w4a16"
+_FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, int8, mxfp4, nvfp4 or nvfp4_w4a16"
 
 
 def _choice(kind: Any) -> Choice:

@@ -10,6 +10,8 @@ from torch import Tensor
 from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts, run_device_experts
 from dflash_trt.backends.cuda.linear import (
+    ACTIVATIONS,
+    WEIGHT_ONLY,
     DevicePackedWeight,
     Plain,
     apply_device_linear,
@@ -41,7 +43,7 @@ NUM_ROWS, IN, SEGMENTS = 70, 160, (48, 32)
 ALONE = (6, 19, 37, 63, 64, 69)
 AMONG = ((0, 70), (1, 20), (5, 70), (36, 38), (60, 70))  # in other places of a tile, or in another tile
 FEW_ALONE, FEW_AMONG = (4, 8), ((0, 9), (4, 6), (7, 9))  # for kernels with a program for each row
-FORMATS = sorted(weight_formats())
+FORMATS = sorted(name for name, known in weight_formats().items() if known.weight_type in (*ACTIVATIONS, *WEIGHT_ONLY))
 FLOAT16_FORMATS = [name for name in FORMATS if name not in ("int4", "mxfp4")]  # block scales that float16 cannot hold
 
 

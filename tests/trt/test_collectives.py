@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_trt.network.vocabulary import embedded
 
 from dflash_trt.backends.tensorrt.collectives import NativeCollectives, SharedRows
 from dflash_trt.backends.tensorrt.host_views import host_tensor
@@ -15,7 +16,6 @@ from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.network.ops import OF_TOKENS
-from dflash_trt.network.vocabulary import embedded
 from tests.engines import make_executor
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
 from tests.trt import networks
