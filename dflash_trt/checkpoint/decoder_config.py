@@ -1,6 +1,6 @@
 """The keys that config.json files of targets and drafters share: sizes, layer types, RoPE."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,13 +176,16 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] 
     return tuple(known.get(name, False) for name in names)
 
 
-def require_window(reader: ConfigReader, window: int | None) -> None:
-    """Require both keys for a sliding layer: without use_sliding_window Hugging Face drops the window."""
+def window_masks(reader: ConfigReader, is_sliding: Sequence[bool], window: int | None) -> list[dict[str, Any]]:
+    """The mask of each layer, with `window` in the sliding ones."""
+    if any(is_sliding):
+        require_sliding_window(reader, window)
+    return [{"window": window if slides else None} for slides in is_sliding]
+
+
+def require_sliding_window(reader: ConfigReader, window: int | None) -> None:
     if window is None:
         reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
-    if not reader.flag("use_sliding_window", default=False):
-        hint = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
-        reader.refuse("use_sliding_window", expected="true, since some layers are sliding", hint=hint)
 
 
 def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:

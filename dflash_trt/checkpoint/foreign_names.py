@@ -106,6 +106,33 @@ def expert_tensors(*parts: str, layout: ExpertLayout | None = None) -> ForeignNa
     return ForeignNames(parts=parts, recipe="experts", layout=layout or ExpertLayout())
 
 
+def mlp_names(canonical: str, foreign: str, *, has_bias: bool = False) -> ForeignTable:
+    """Names of a gated MLP."""
+    kinds = {"": "weight", "_bias": "bias"} if has_bias else {"": "weight"}
+    return {
+        f"{canonical}.{name}{suffix}": ForeignNames(parts=tuple(f"{foreign}.{word}_proj.{kind}" for word in words))
+        for name, words in (("gate_up", ("gate", "up")), ("down", ("down",)))
+        for suffix, kind in kinds.items()
+    }
+
+
+def joint_expert_names(canonical: str, foreign: str, layout: ExpertLayout | None = None) -> ForeignTable:
+    """Names of all experts in one tensor for each projection."""
+    names = ("gate_up", "down")
+    return {f"{canonical}.{name}": expert_tensors(f"{foreign}.{name}_proj", layout=layout) for name in names}
+
+
+def single_expert_names(
+    canonical: str, foreign: str, num_experts: int, words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> ForeignTable:
+    """Names of a matrix for each expert and projection; `words` are gate, up and down."""
+    table: ForeignTable = {}
+    for name, used in (("gate_up", words[:2]), ("down", words[2:])):
+        parts = [f"{foreign}.{e}.{word}.weight" for e in range(num_experts) for word in used]
+        table[f"{canonical}.{name}"] = expert_tensors(*parts, layout=ExpertLayout(is_one_by_one=True))
+    return table
+
+
 def stacked_rows(name: str, sizes: tuple[int, ...], stored_shape: tuple[int, ...]) -> ForeignNames:
     """Segments concatenated in one stored part."""
     return ForeignNames(parts=(name,) * len(sizes), rows=part_rows(sizes, stored_shape))

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
-from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_layer_types, read_scaling
+from dflash_trt.checkpoint.decoder_config import (
+    NOT_IMPLEMENTED,
+    DecoderSizes,
+    read_layer_types,
+    read_scaling,
+    window_masks,
+)
 from dflash_trt.checkpoint.foreign_names import ForeignTable, one
 from dflash_trt.core.model.decoder import TargetSpec
 
@@ -41,10 +47,7 @@ def read_sliding(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 
 def read_window(reader: ConfigReader, is_sliding: tuple[bool, ...]) -> list[dict[str, Any]]:
     """The mask of each layer."""
-    window = reader.optional_integer("sliding_window")
-    if window is None and any(is_sliding):
-        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
-    return [{"window": window if slides else None} for slides in is_sliding]
+    return window_masks(reader, is_sliding, reader.optional_integer("sliding_window"))
 
 
 def read_ropes(reader: ConfigReader, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

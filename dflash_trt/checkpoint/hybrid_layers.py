@@ -4,8 +4,8 @@ from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope, read_rotary_dim
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, stacked_rows
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.foreign_names import ForeignTable, mlp_names, one, stacked_rows
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.gated_delta import GatedDelta
 
@@ -42,11 +42,8 @@ def read_hybrid_mixers(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[s
 def read_shared_moe(reader: ConfigReader, *, normalizes: bool) -> dict[str, Any]:
     """Fields of a Moe whose tokens all go through one more expert, multiplied by a gate."""
     reader.ignore(TRAINING_KEYS)
-    num_experts = same_integer(reader, "num_experts", "num_local_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        **expert_counts(reader, ("num_experts", "num_local_experts")),
         "intermediate_size": reader.integer("moe_intermediate_size"),
         "routing": "softmax_top_k",
         "normalizes_top_k": normalizes,
@@ -71,14 +68,8 @@ def common_delta_names(canonical: str, foreign: str, mixer: GatedDelta) -> Forei
 
 def shared_names(canonical: str, foreign: str) -> ForeignTable:
     """Names of the expert of all tokens."""
-    shared = f"{foreign}.mlp.shared_expert"
-    return {
-        f"{canonical}.shared.gate_up": ForeignNames(
-            parts=tuple(f"{shared}.{word}_proj.weight" for word in ("gate", "up"))
-        ),
-        f"{canonical}.shared.down": one(f"{shared}.down_proj.weight"),
-        f"{canonical}.shared_gate": one(f"{foreign}.mlp.shared_expert_gate.weight"),
-    }
+    gate = {f"{canonical}.shared_gate": one(f"{foreign}.mlp.shared_expert_gate.weight")}
+    return mlp_names(f"{canonical}.shared", f"{foreign}.mlp.shared_expert") | gate
 
 
 def _layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 Others (shared experts, expert groups, scoring) are refused.
 """
 
+from typing import Any
+
 from dflash_trt.checkpoint.config_reader import ConfigReader
 
 _MAX_EXPERTS = 4096  # far above any model; a corrupt count must not cause huge allocations
@@ -11,14 +13,17 @@ _MAX_EXPERTS = 4096  # far above any model; a corrupt count must not cause huge 
 TRAINING_KEYS = ("router_aux_loss_coef", "output_router_logits")
 
 
-def num_chosen(reader: ConfigReader, num_experts: int, *names: str) -> int:
-    num_chosen = same_integer(reader, *names)
+def expert_counts(
+    reader: ConfigReader, names: tuple[str, ...], *, chosen: tuple[str, ...] = ("num_experts_per_tok",)
+) -> dict[str, Any]:
+    """Fields of a Moe: the number of its experts, by any of `names`, and how many a token has."""
+    num_experts, num_chosen = _same_integer(reader, *names), _same_integer(reader, *chosen)
     if num_chosen > num_experts:
-        reader.refuse(names[0], expected=f"at most the {num_experts} experts")
-    return num_chosen
+        reader.refuse(chosen[0], expected=f"at most the {num_experts} experts")
+    return {"kind": "moe", "num_experts": num_experts, "num_experts_per_token": num_chosen}
 
 
-def same_integer(reader: ConfigReader, name: str, *aliases: str) -> int:
+def _same_integer(reader: ConfigReader, name: str, *aliases: str) -> int:
     """Read a key that has several spellings, which must agree."""
     present = [alias for alias in (name, *aliases) if reader.has(alias)]
     values = [reader.integer(alias, maximum=_MAX_EXPERTS) for alias in present or [name]]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dflash_trt.checkpoint.drafters.base import draft_formats
 from dflash_trt.checkpoint.families.base import Family, MixerNames, MtpTensors, all_families
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, plus_one
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, mlp_names, one, plus_one
 from dflash_trt.core.model.decoder import TargetSpec, is_offset_norm
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.dspark import DSparkHeads
@@ -113,7 +113,7 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
         canonical = f"draft.layers.{i}"
         table |= _norm_names(canonical, foreign)
         table |= _attention_names(canonical, foreign, gqa, spec.hidden_size, letters="q")
-        table |= _mlp_names(canonical, foreign, has_bias=layer.feed_forward.has_bias)
+        table |= mlp_names(canonical, f"{foreign}.mlp", has_bias=layer.feed_forward.has_bias)
         if spec.conv is not None:
             table |= _conv_names(foreign)
     if spec.chain is not None:
@@ -247,18 +247,9 @@ def _feed_forward_names(
     canonical: str, foreign: str, feed_forward: Dense | Moe, family: Family, stored_names: Collection[str]
 ) -> ForeignTable:
     if isinstance(feed_forward, Dense):
-        return _mlp_names(canonical, foreign, has_bias=feed_forward.has_bias)
+        return mlp_names(canonical, f"{foreign}.mlp", has_bias=feed_forward.has_bias)
     assert family.expert_names is not None, "the family names no experts"
     return family.expert_names(canonical, foreign, feed_forward, stored_names)
-
-
-def _mlp_names(canonical: str, foreign: str, *, has_bias: bool) -> ForeignTable:
-    kinds: dict[str, Literal["weight", "bias"]] = {"": "weight", "_bias": "bias"} if has_bias else {"": "weight"}
-    return {
-        f"{canonical}.{name}{suffix}": _mlp(foreign, words, kind)
-        for name, words in (("gate_up", ("gate", "up")), ("down", ("down",)))
-        for suffix, kind in kinds.items()
-    }
 
 
 def _projections(foreign: str, letters: str, kind: Literal["weight", "bias"]) -> ForeignNames:
@@ -268,7 +259,3 @@ def _projections(foreign: str, letters: str, kind: Literal["weight", "bias"]) ->
 def _all_kv(prefixes: Iterable[str], kind: Literal["weight", "bias"]) -> ForeignNames:
     """[k_0, v_0, k_1, v_1, ...]: the order of `draft.kv`."""
     return ForeignNames(parts=tuple(name for foreign in prefixes for name in _projections(foreign, "kv", kind).parts))
-
-
-def _mlp(foreign: str, words: tuple[str, ...], kind: Literal["weight", "bias"]) -> ForeignNames:
-    return ForeignNames(parts=tuple(f"{foreign}.mlp.{word}_proj.{kind}" for word in words))

@@ -6,8 +6,8 @@ from typing import Any
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes
 from dflash_trt.checkpoint.families.qwen3_moe import expert_names as routed_names
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.foreign_names import ForeignTable, mlp_names, one
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.core.model.feed_forward import Moe
 
 _UNUSED_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size")
@@ -34,13 +34,10 @@ def _read_moe(reader: ConfigReader, *, scale: float, num_groups: int, num_chosen
     reader.require("moe_router_dtype", "float32", hint="The router computes in float32.")
     reader.require("scoring_func", "sigmoid", hint=NOT_IMPLEMENTED)
     reader.require("topk_method", "noaux_tc", hint=NOT_IMPLEMENTED)
-    num_experts = same_integer(reader, "n_routed_experts", "num_local_experts", "num_experts")
     expert_size = reader.integer("moe_intermediate_size")
     num_shared = reader.optional_integer("n_shared_experts", minimum=0)
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        **expert_counts(reader, ("n_routed_experts", "num_local_experts", "num_experts")),
         "intermediate_size": expert_size,
         "routing": "sigmoid_top_k",
         "normalizes_top_k": reader.flag("norm_topk_prob", default=True),
@@ -58,6 +55,5 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
         f"{canonical}.router_choice_bias": one(f"{foreign}.mlp.gate.e_score_correction_bias")
     }
     if moe.shared_size is not None:
-        gate, up, down = (f"{foreign}.mlp.shared_experts.{word}_proj.weight" for word in ("gate", "up", "down"))
-        table |= {f"{canonical}.shared.gate_up": ForeignNames(parts=(gate, up)), f"{canonical}.shared.down": one(down)}
+        table |= mlp_names(f"{canonical}.shared", f"{foreign}.mlp.shared_experts")
     return table

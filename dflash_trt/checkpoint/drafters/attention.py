@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, Fields
-from dflash_trt.checkpoint.decoder_config import read_layer_types
+from dflash_trt.checkpoint.decoder_config import read_layer_types, require_sliding_window
 from dflash_trt.checkpoint.families.gpt_oss import DEFAULT_ROPE, DEFAULT_WINDOW
 
 MaskFields = dict[str, Any]  # fields of an AttentionMask
@@ -98,8 +98,7 @@ def _window_in_use(reader: ConfigReader, window: int | None) -> int | None:
     if uses_window is False:
         reader.note("use_sliding_window", f"layers that layer_types calls sliding have no window; {_OVERRIDE}")
         return None
-    if window is None:
-        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
+    require_sliding_window(reader, window)
     if uses_window is None:
         reader.note("use_sliding_window", f"sliding layers have their window of {window} tokens; {_OVERRIDE}")
     return window

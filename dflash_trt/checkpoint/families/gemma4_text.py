@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes
-from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, expert_tensors, one
+from dflash_trt.checkpoint.foreign_names import ForeignTable, joint_expert_names, mlp_names, one, single_expert_names
 from dflash_trt.checkpoint.gemma_layers import (
     ACTIVATION,
     FULL,
@@ -23,7 +22,7 @@ from dflash_trt.checkpoint.gemma_layers import (
     read_sliding,
     read_window,
 )
-from dflash_trt.checkpoint.moe_config import num_chosen
+from dflash_trt.checkpoint.moe_config import expert_counts
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
@@ -159,11 +158,8 @@ def _read_feed_forward(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, A
         reader.ignore(names)
         return sizes.dense_fields() | {"activation": "gelu_tanh"}
     reader.require("use_double_wide_mlp", False, hint=NOT_IMPLEMENTED)
-    num_experts = reader.integer("num_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "top_k_experts"),
+        **expert_counts(reader, ("num_experts",), chosen=("top_k_experts",)),
         "intermediate_size": reader.integer("moe_intermediate_size"),
         "routing": "scaled_softmax_top_k",
         "normalizes_top_k": True,
@@ -205,10 +201,7 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
         f"{canonical}.router": one(f"{foreign}.router.proj.weight"),
         f"{canonical}.router_norm": one(f"{foreign}.router.scale"),
         f"{canonical}.expert_scales": one(f"{foreign}.router.per_expert_scale"),
-        f"{canonical}.shared.gate_up": ForeignNames(
-            parts=tuple(f"{foreign}.mlp.{word}_proj.weight" for word in ("gate", "up"))
-        ),
-        f"{canonical}.shared.down": one(f"{foreign}.mlp.down_proj.weight"),
+        **mlp_names(f"{canonical}.shared", f"{foreign}.mlp"),
     }
     table |= {f"{canonical}.{ours}": one(f"{foreign}.{theirs}.weight") for ours, theirs in _EXPERT_NORMS.items()}
     return table | _projection_names(canonical, foreign, moe, stored_names)
@@ -218,17 +211,9 @@ def _projection_names(canonical: str, foreign: str, moe: Moe, stored_names: Coll
     """All experts in one tensor, as published in bfloat16, or a matrix each, as quantization tools do."""
     places, kinds = (f"{foreign}.moe.experts", f"{foreign}.experts"), ("weight", "weight_packed")
     found = [place for place in places if any(f"{place}.0.down_proj.{kind}" in stored_names for kind in kinds)]
-    experts = found[0] if found else places[1]
     if not found:
-        return {
-            f"{canonical}.experts.gate_up": expert_tensors(f"{experts}.gate_up_proj"),
-            f"{canonical}.experts.down": expert_tensors(f"{experts}.down_proj"),
-        }
-    table: ForeignTable = {}
-    for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        parts = [f"{experts}.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]
-        table[f"{canonical}.experts.{name}"] = expert_tensors(*parts, layout=ExpertLayout(is_one_by_one=True))
-    return table
+        return joint_expert_names(f"{canonical}.experts", places[1])
+    return single_expert_names(f"{canonical}.experts", found[0], moe.num_experts)
 
 
 FAMILY = Family(

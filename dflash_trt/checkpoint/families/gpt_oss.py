@@ -4,11 +4,11 @@ from collections.abc import Collection
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
-from dflash_trt.checkpoint.decoder_config import DecoderSizes, layers_of, read_layer_types, read_rope
+from dflash_trt.checkpoint.decoder_config import DecoderSizes, layers_of, read_layer_types, read_rope, window_masks
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.checkpoint.mxfp4_config import require_mxfp4
 from dflash_trt.core.model.feed_forward import Moe
 
@@ -48,19 +48,16 @@ def _read_masks(reader: ConfigReader, num_layers: int) -> list[dict[str, Any]]:
     if any(is_sliding) and not reader.is_given("sliding_window"):
         reader.note("sliding_window", f"{DEFAULT_WINDOW}, as in transformers; add the key for another")
         window = DEFAULT_WINDOW
-    if window is None and any(is_sliding):
-        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
-    return [{"window": window if slides else None} for slides in is_sliding]
+    return window_masks(reader, is_sliding, window)
 
 
 def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
     """Experts with biases; `intermediate_size` is the size of one expert."""
     reader.ignore(TRAINING_KEYS)
-    num_experts = same_integer(reader, "num_local_experts", "num_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok", "experts_per_token"),
+        **expert_counts(
+            reader, ("num_local_experts", "num_experts"), chosen=("num_experts_per_tok", "experts_per_token")
+        ),
         "intermediate_size": intermediate_size,
         "routing": "top_k_softmax",
         "activation": "clamped_swiglu",

@@ -11,8 +11,17 @@ from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PairRows, PartRows, expert_tensors, one
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen
+from dflash_trt.checkpoint.foreign_names import (
+    ForeignNames,
+    ForeignTable,
+    PairRows,
+    PartRows,
+    joint_expert_names,
+    mlp_names,
+    one,
+    single_expert_names,
+)
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
@@ -92,11 +101,8 @@ def _read_expert_layers(reader: ConfigReader, num_layers: int) -> set[int]:
 
 def _read_moe(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
     """`intermediate_size` is the size of one expert, and of the shared expert."""
-    num_experts = reader.integer("num_local_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        **expert_counts(reader, ("num_local_experts",)),
         "intermediate_size": sizes.intermediate_size,
         "routing": "sigmoid_top_k",
         "scales_inputs": True,
@@ -116,7 +122,7 @@ def layer_names(canonical: str, foreign: str, layer: LayerSpec, hidden_size: int
         values = PartRows(start=0, length=gqa.kv_size, stride=gqa.kv_size, stored_shape=shapes[2])
         table[f"{canonical}.qkv"] = ForeignNames(parts=parts, rows=(*pairs, values))
     if isinstance(layer.feed_forward, Dense):
-        table |= _mlp_names(canonical, f"{foreign}.feed_forward")
+        table |= mlp_names(canonical, f"{foreign}.feed_forward")
     return table
 
 
@@ -127,22 +133,12 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
     """
     forward = f"{foreign}.feed_forward"
     table: ForeignTable = {f"{canonical}.router": one(f"{forward}.router.weight")}
-    table |= _mlp_names(f"{canonical}.shared", f"{forward}.shared_expert")
+    table |= mlp_names(f"{canonical}.shared", f"{forward}.shared_expert")
     first = f"{forward}.experts.0.gate_proj"
     is_one_by_one = any(f"{first}.{name}" in stored_names for name in ("weight", "weight_packed"))
-    for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        if is_one_by_one:
-            parts = [f"{forward}.experts.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]
-            names = expert_tensors(*parts, layout=ExpertLayout(is_one_by_one=True))
-        else:
-            names = expert_tensors(f"{forward}.experts.{name}_proj", layout=ExpertLayout(is_transposed=True))
-        table[f"{canonical}.experts.{name}"] = names
-    return table
-
-
-def _mlp_names(canonical: str, foreign: str) -> ForeignTable:
-    gate, up, down = (f"{foreign}.{word}_proj.weight" for word in ("gate", "up", "down"))
-    return {f"{canonical}.gate_up": ForeignNames(parts=(gate, up)), f"{canonical}.down": one(down)}
+    if is_one_by_one:
+        return table | single_expert_names(f"{canonical}.experts", f"{forward}.experts", moe.num_experts)
+    return table | joint_expert_names(f"{canonical}.experts", f"{forward}.experts", ExpertLayout(is_transposed=True))
 
 
 FAMILY = Family(

@@ -5,10 +5,9 @@ from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope, read_rotary_dim
-from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.foreign_names import ForeignTable, joint_expert_names, one, single_expert_names
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.feed_forward import Moe
 
@@ -70,11 +69,8 @@ def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
     reader.require("use_routing_bias", True, hint=NOT_IMPLEMENTED)
     reader.require("shared_intermediate_size", 0, hint=NOT_IMPLEMENTED)
     reader.require("routed_scaling_factor", 1, hint=NOT_IMPLEMENTED)
-    num_experts = same_integer(reader, "num_local_experts", "num_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        **expert_counts(reader, ("num_local_experts", "num_experts")),
         "intermediate_size": intermediate_size,
         "routing": "sigmoid_top_k",
         "normalizes_top_k": True,
@@ -92,17 +88,13 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
         return {
             f"{canonical}.router": one(f"{foreign}.mlp.gate.weight"),
             f"{canonical}.router_choice_bias": one(f"{foreign}.mlp.e_score_correction_bias"),
-            f"{canonical}.experts.gate_up": expert_tensors(f"{foreign}.mlp.experts.gate_up_proj"),
-            f"{canonical}.experts.down": expert_tensors(f"{foreign}.mlp.experts.down_proj"),
+            **joint_expert_names(f"{canonical}.experts", f"{foreign}.mlp.experts"),
         }
-    table: ForeignTable = {
+    return {
         f"{canonical}.router": one(f"{block}.gate.weight"),
         f"{canonical}.router_choice_bias": one(f"{block}.e_score_correction_bias"),
+        **single_expert_names(f"{canonical}.experts", f"{block}.experts", moe.num_experts, ("w1", "w3", "w2")),
     }
-    for name, words in (("gate_up", ("w1", "w3")), ("down", ("w2",))):
-        parts = [f"{block}.experts.{e}.{word}.weight" for e in range(moe.num_experts) for word in words]
-        table[f"{canonical}.experts.{name}"] = expert_tensors(*parts, layout=ExpertLayout(is_one_by_one=True))
-    return table
 
 
 FAMILY = Family(

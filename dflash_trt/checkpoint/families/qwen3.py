@@ -9,7 +9,7 @@ from dflash_trt.checkpoint.decoder_config import (
     read_layer_types,
     read_rope,
     require_dense,
-    require_window,
+    window_masks,
 )
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.producers.base import require_known_producer
@@ -34,8 +34,11 @@ def read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]
         layer_types = tuple(i >= (max_window_layers or 0) for i in range(sizes.num_layers))
     if layer_types is None or not any(layer_types):
         return sizes.full_masks()
-    require_window(reader, window)
-    return [{"window": window if is_sliding else None} for is_sliding in layer_types]
+    masks = window_masks(reader, layer_types, window)
+    if not uses_window:  # Hugging Face drops the window then
+        hint = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
+        reader.refuse("use_sliding_window", expected="true, since some layers are sliding", hint=hint)
+    return masks
 
 
 FAMILY = Family(architectures=("Qwen3ForCausalLM",), read_layers=read_layers)

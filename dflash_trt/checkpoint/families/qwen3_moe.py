@@ -5,10 +5,9 @@ from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope
-from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.foreign_names import ForeignTable, joint_expert_names, one, single_expert_names
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.feed_forward import Moe
 
@@ -39,11 +38,8 @@ def _read_moe(reader: ConfigReader) -> dict[str, Any]:
     """Read the fields of a Moe without shared experts or biases."""
     reader.ignore(TRAINING_KEYS)
     reader.require("shared_expert_intermediate_size", 0, hint=NOT_IMPLEMENTED)
-    num_experts = same_integer(reader, "num_experts", "num_local_experts")
     return {
-        "kind": "moe",
-        "num_experts": num_experts,
-        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        **expert_counts(reader, ("num_experts", "num_local_experts")),
         "intermediate_size": reader.integer("moe_intermediate_size"),
         "routing": "softmax_top_k",
         "normalizes_top_k": reader.flag("norm_topk_prob", default=False),
@@ -55,15 +51,8 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
     table: ForeignTable = {f"{canonical}.router": one(f"{foreign}.mlp.gate.weight")}
     experts = f"{foreign}.mlp.experts"
     if f"{experts}.gate_up_proj" in stored_names:
-        return table | {
-            f"{canonical}.experts.gate_up": expert_tensors(f"{experts}.gate_up_proj"),
-            f"{canonical}.experts.down": expert_tensors(f"{experts}.down_proj"),
-        }
-    one_by_one = ExpertLayout(is_one_by_one=True)
-    for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        parts = [f"{experts}.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]
-        table[f"{canonical}.experts.{name}"] = expert_tensors(*parts, layout=one_by_one)
-    return table
+        return table | joint_expert_names(f"{canonical}.experts", experts)
+    return table | single_expert_names(f"{canonical}.experts", experts, moe.num_experts)
 
 
 FAMILY = Family(architectures=("Qwen3MoeForCausalLM",), read_layers=read_layers, expert_names=expert_names)
