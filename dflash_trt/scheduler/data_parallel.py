@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.prefix_watcher import PrefixWatcher
-from dflash_trt.core.request import Request, TokenEvent
+from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepResult
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
@@ -67,17 +67,9 @@ class DataParallelScheduler:
         min(self.ranks, key=self._cost_of(sequence)).adopt(sequence, now)
         self._num_arrivals += 1
 
-    def cancel(self, request_id: str) -> TokenEvent | None:
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> TokenEvent | None:
         rank = self._rank_with(request_id)
-        return None if rank is None else rank.cancel(request_id)
-
-    def stop(self, request_id: str) -> TokenEvent | None:
-        rank = self._rank_with(request_id)
-        return None if rank is None else rank.stop(request_id)
-
-    def fail(self, request_id: str, reason: str) -> TokenEvent | None:
-        rank = self._rank_with(request_id)
-        return None if rank is None else rank.fail(request_id, reason)
+        return None if rank is None else rank.end(request_id, reason, error)
 
     def preempt(self, request_id: str) -> bool:
         rank = self._rank_with(request_id)

@@ -115,17 +115,21 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._request_pool
 
-    def cancel(self, request_id: str) -> TokenEvent | None:
-        """End a request now; None if there is no such request."""
-        return self._end(request_id, "cancelled")
-
-    def stop(self, request_id: str) -> TokenEvent | None:
-        """End a request whose text is complete (a stop string was found)."""
-        return self._end(request_id, "stop")
-
-    def fail(self, request_id: str, reason: str) -> TokenEvent | None:
-        """End a request that cannot be computed."""
-        return self._end(request_id, "error", reason)
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> TokenEvent | None:
+        """End a request now, "cancelled", "stop" or with an `error`; None if there is no such request."""
+        sequence = self._request_pool.find(request_id)
+        if sequence is None:
+            return None
+        sequence.finish_reason = reason
+        self._request_pool.remove(sequence)
+        self.counts.num_finished[reason] += 1
+        return TokenEvent(
+            request_id=request_id,
+            token_ids=(),
+            finish_reason=reason,
+            error=error,
+            statistics=sequence.statistics(self._now),
+        )
 
     def preempt(self, request_id: str) -> bool:
         """Send a running request back to the queue, to be computed again; False if it is not running."""
@@ -330,7 +334,7 @@ class Scheduler:
         """Fail the running requests with `reason`: the device's state is gone. Waiting ones keep their place."""
         while self._planned:
             self.abandon()
-        failed = [self.fail(sequence.request_id, reason) for sequence in list(self._request_pool.running)]
+        failed = [self.end(sequence.request_id, "error", reason) for sequence in list(self._request_pool.running)]
         self._request_pool.store.forget_idle()
         return [event for event in failed if event is not None]
 
@@ -353,24 +357,9 @@ class Scheduler:
         self.prompt_rate = rate if self.prompt_rate is None else (self.prompt_rate + rate) / 2
 
     def _time_out(self, sequence: Sequence, message: str) -> None:
-        event = self._end(sequence.request_id, "timeout", message)
+        event = self.end(sequence.request_id, "timeout", message)
         assert event is not None
         self._ended.append(event)
-
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> TokenEvent | None:
-        sequence = self._request_pool.find(request_id)
-        if sequence is None:
-            return None
-        sequence.finish_reason = reason
-        self._request_pool.remove(sequence)
-        self.counts.num_finished[reason] += 1
-        return TokenEvent(
-            request_id=request_id,
-            token_ids=(),
-            finish_reason=reason,
-            error=error,
-            statistics=sequence.statistics(self._now),
-        )
 
 
 def max_len_of(limits: ExecutorLimits) -> int:

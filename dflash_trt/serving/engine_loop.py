@@ -298,12 +298,7 @@ class EngineLoop:
         with self._lock:
             if self._mailboxes.get(request_id) is not mailbox:
                 return
-            if reason == "stop":
-                event = self._scheduler.stop(request_id)
-            elif reason == "error":
-                event = self._scheduler.fail(request_id, error or "")
-            else:
-                event = self._scheduler.cancel(request_id)
+            event = self._scheduler.end(request_id, reason, error)
             if event is not None:  # otherwise it has ended, and the next commit has its event
                 self._deliver(StepReport(events=[event]))
 
@@ -333,7 +328,7 @@ class EngineLoop:
         with self._lock:
             self._is_closed = True
             for request_id in self._scheduler.request_ids():
-                self._scheduler.cancel(request_id)
+                self._scheduler.end(request_id, "cancelled")
             ends = [
                 TokenEvent(request_id=request_id, token_ids=(), finish_reason="error", error=reason)
                 for request_id in self._mailboxes

@@ -184,7 +184,7 @@ class StepRunner:
         for row, reason in reasons.items():
             sequence = step.sequences[row]
             if sequence.finish_reason is None:
-                failed.append(self._scheduler.fail(sequence.request_id, reason))
+                failed.append(self._scheduler.end(sequence.request_id, "error", reason))
         events = self._scheduler.commit(step, result)
         events += [event for event in failed if event is not None]
         self._deliver(StepReport(events=events, has_failed=True))

@@ -78,7 +78,7 @@ class Driver:
         self.scheduler.check_integrity()
 
     def cancel(self, request_id: str) -> None:
-        event = self.scheduler.cancel(request_id)
+        event = self.scheduler.end(request_id, "cancelled")
         if event is not None:
             self._take([event])
 

@@ -131,9 +131,9 @@ def test_a_cancelled_request_is_gone_at_once_whether_it_waits_or_runs() -> None:
 @pytest.mark.parametrize(
     ("end", "reason", "error"),
     [
-        (lambda scheduler: scheduler.cancel("r"), "cancelled", None),
-        (lambda scheduler: scheduler.stop("r"), "stop", None),
-        (lambda scheduler: scheduler.fail("r", "no constraint"), "error", "no constraint"),
+        (lambda scheduler: scheduler.end("r", "cancelled"), "cancelled", None),
+        (lambda scheduler: scheduler.end("r", "stop"), "stop", None),
+        (lambda scheduler: scheduler.end("r", "error", "no constraint"), "error", "no constraint"),
     ],
 )
 def test_a_request_ends_for_the_reason_that_is_given_and_once(

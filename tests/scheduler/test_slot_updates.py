@@ -70,7 +70,7 @@ def test_updates_of_abandoned_steps_come_with_the_next_one_in_their_order() -> N
     ]
     driver.add(requests[0])
     scheduler.plan()
-    scheduler.cancel("a")
+    scheduler.end("a", "cancelled")
     driver.add(requests[1])
     scheduler.plan()
     scheduler.abandon()
