@@ -131,14 +131,11 @@ def _write_llmapi(
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.servers.triton.llmapi import write_llmapi
 
-    known = {flag_of(name).removeprefix("--").replace("-", "_") for name in RuntimeConfig.model_fields}
-    given = [
-        name
-        for name in options
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in known
-    ]
+    flags_of = {str(param.name): param.opts[0] for param in context.command.params}
+    told = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    given = [flags_of[name] for name in told if flags_of[name] not in map(flag_of, RuntimeConfig.model_fields)]
     if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        flags = ", ".join(given)
         hint = "Leave them out: they are of our own model."
         raise ConfigError.about("--llmapi", expected="no other options but settings", found=flags, hint=hint)
     model_dir = write_llmapi(repository, EngineDir.open(engine_dir), source, runtime_from_options(options))

@@ -89,6 +89,7 @@ def test_what_cannot_be_deployed_there_is_refused(
         (engine_dir, llmapi, [], "--llmapi: expected an engine of TensorRT-LLM, found torch"),
         (engine, tmp_path, [], "1/helpers.py: expected a file of TensorRT-LLM, found none"),
         (engine, llmapi, ["--chat", "--instances", "2"], of_ours),
+        (engine, llmapi, ["--accept-parameter", "a", "--no-drafter"], "settings, found --accept-parameter. Leave"),
         (engine, llmapi, ["--deterministic"], "deterministic: expected nothing, found True"),
     ]
     for directory, source, words, message in cases:
