@@ -48,19 +48,16 @@ if TYPE_CHECKING:
     help="Ranks of the engine: this process is rank 0, with a worker process for each of the others.",
 )
 @click.option(
-    "--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Tokens of every prompt."
+    "--prompt-tokens",
+    "num_prompt_tokens",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Tokens of every prompt.",
 )
 @CSV
 @JSON
-def host(
-    sizes: tuple[int, ...],
-    num_steps: int,
-    num_draft_tokens: int,
-    num_ranks: int,
-    prompt_tokens: int,
-    csv_path: Path | None,
-    as_json: bool,
-) -> None:
+def host(sizes: tuple[int, ...], csv_path: Path | None, as_json: bool, **counts: int) -> None:
     """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
 
     Medians over steps of verify blocks: all of a step (planning, packing, reading, committing, delivering), and the
@@ -69,21 +66,9 @@ def host(
     from dflash_trt.bench.host import measure_host
 
     check_paths(csv_path)
-    reports = [
-        measure_host(
-            size,
-            num_steps=num_steps,
-            num_draft_tokens=num_draft_tokens,
-            num_prompt_tokens=prompt_tokens,
-            is_chained=is_chained,
-            num_ranks=num_ranks,
-        )
-        for size in sizes
-        for is_chained in (True, False)
-    ]
-    Report(rows=[asdict(report) for report in reports], lines=[_host_line(report) for report in reports]).publish(
-        as_json=as_json, csv_path=csv_path, figure=None
-    )
+    reports = [measure_host(size, is_chained=is_chained, **counts) for size in sizes for is_chained in (True, False)]
+    report = Report(rows=[asdict(report) for report in reports], lines=[_host_line(report) for report in reports])
+    report.publish({"csv_path": csv_path, "as_json": as_json})
 
 
 def _host_line(report: "HostReport") -> str:

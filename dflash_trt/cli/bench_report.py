@@ -1,4 +1,4 @@
-"""The report of every bench: a text for people, JSON with everything, a CSV row for each measurement, a figure."""
+"""The report of every bench: a text for people, JSON, a CSV row for each measurement, a figure; and gates for CI."""
 
 import csv
 import json
@@ -6,12 +6,16 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_trt.cli.help_text import OptionSet
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.comparison import Gate
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 CSV = click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write.")
@@ -36,15 +40,16 @@ class Report:
     warnings: Sequence[str] = ()
     draw: Callable[[Path, tuple[str, ...]], None] | None = None
 
-    def publish(self, *, as_json: bool, csv_path: Path | None, figure: Path | None) -> None:
-        """Print it, and write the files."""
+    def publish(self, options: Mapping[str, Any]) -> None:
+        """Print it, and write the files, as the options of REPORT say."""
+        csv_path, figure = options["csv_path"], options.get("figure")
         facts = {"command": typed_command(), "hardware": this_machine(), **self.facts}
         if csv_path is not None:
             _write_table(csv_path, self.rows)
         if figure is not None:
             assert self.draw is not None
             self.draw(figure, tuple(f"{name.capitalize()}: {facts[name]}" for name in _CAPTION if name in facts))
-        if as_json:
+        if options["as_json"]:
             click.echo(json.dumps({**facts, "warnings": list(self.warnings), "reports": list(self.rows)}, indent=2))
             return
         for line in self.lines:
@@ -57,6 +62,24 @@ class Report:
 
 
 _CAPTION = ("hardware", "workload", "command")  # facts for people; the longest is the last
+
+
+def gate_rows(gates: "Sequence[Gate]") -> list[dict[str, Any]]:
+    """As JSON."""
+    return [{name: getattr(gate, name) for name in ("name", "bound", "value", "has_passed")} for gate in gates]
+
+
+def gate_lines(gates: "Sequence[Gate]") -> Iterator[str]:
+    """A line for each, in red if it is missed."""
+    for gate in gates:
+        bound = f"{'at most' if gate.is_upper else 'at least'} {gate.bound:g}"
+        value = "none" if gate.value is None else f"{gate.value:.4g}"
+        line = f"gate {gate.name} ({bound}): {value} {'passed' if gate.has_passed else 'FAILED'}"
+        yield line if gate.has_passed else click.style(line, fg="red")
+
+
+def exit_code(gates: "Sequence[Gate]") -> ExitCode:
+    return ExitCode.DONE if all(gate.has_passed for gate in gates) else ExitCode.REQUEST_FAILED
 
 
 def check_paths(csv_path: Path | None, figure: Path | None = None) -> None:

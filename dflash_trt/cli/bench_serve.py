@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.bench_machine import MACHINE, read_machine
+from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roofs_of
 from dflash_trt.cli.bench_options import (
     FIXED_BY_ROUNDS,
     INPUT,
@@ -28,7 +28,6 @@ from dflash_trt.cli.bench_report import REPORT, Report, check_paths, this_machin
 from dflash_trt.cli.help_text import LongCommand, OptionSet, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
-from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -38,11 +37,14 @@ if TYPE_CHECKING:
     from dflash_trt.bench.request_load import Load
     from dflash_trt.bench.roofline import Roofline
     from dflash_trt.bench.server_sweep import Side
+    from dflash_trt.plan.machine_file import MachineFile
     from dflash_trt.servers.dynamo.supervisor import Service
 
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _LIMITS = {"ttft": "time_to_first_token_s", "tpot": "time_per_output_token_s", "e2el": "end_to_end_s"}
 _PORTS = range(20000, 32768)  # Dynamo reads the metrics port as a signed 16-bit number
+
+Engines = Mapping[str, tuple[Path, RuntimeConfig]]  # by the name of the server
 
 _OPTIONS = OptionSet(
     click.option(
@@ -97,20 +99,8 @@ _OPTIONS = OptionSet(
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *("input_file", "categories", "num_prompts", "autoregressive", "concurrencies", "request_rates"),
-        *(
-            "max_new_tokens",
-            "temperature",
-            "ignore_eos",
-            "goodput",
-            "num_gpus",
-            "rounds",
-            "csv_path",
-            "figure",
-            "as_json",
-        ),
-    ),
+    common="input_file categories num_prompts autoregressive concurrencies request_rates max_new_tokens "
+    "temperature ignore_eos goodput num_gpus rounds csv_path figure as_json",
     short_help="Put servers of the OpenAI API under load: throughput and latencies.",
     epilog=examples(
         "dflash-trt bench serve engine --autoregressive --input-file prompts.jsonl --figure speed.svg",
@@ -176,7 +166,37 @@ def _publish(
         draw=lambda path, caption: draw(
             Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity), path
         ),
-    ).publish(as_json=options["as_json"], csv_path=options["csv_path"], figure=options["figure"])
+    ).publish(options)
+
+
+def floors_beside(
+    reports: "Sequence[LoadReport]", engines: Engines, machine: "MachineFile | None"
+) -> Iterator["Roofline | None"]:
+    """One floor per report. None for URLs, open-loop arrivals (unknown batch sizes) and unanswered loads.
+
+    Without a machine file this machine is measured once, when the first engine comes.
+    """
+    from dflash_trt.bench.request_load import counted_clients
+    from dflash_trt.bench.roofline import mean_context_len
+
+    for report in reports:
+        if report.server not in engines or report.concurrency is None or not report.num_requests:
+            yield None
+            continue
+        engine_dir, runtime = engines[report.server]
+        machine = machine or measure_now(runtime)
+        mean_prompt, mean_output = (
+            round(count / report.num_requests) for count in (report.num_prompt_tokens, report.num_output_tokens)
+        )
+        roofs = roofs_of(engine_dir, machine, runtime)
+        yield roofs.beside(
+            report.output_tok_per_s,
+            num_requests=report.concurrency,
+            context_len=mean_context_len([mean_prompt], mean_output),
+            acceptance_length=report.acceptance.length if report.acceptance else None,
+            num_draft_tokens=roofs.fixed_drafts(runtime),
+            label=f"{report.server}, {counted_clients(report.concurrency)}",
+        )
 
 
 def _sides(

@@ -11,8 +11,7 @@ import click
 
 from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, LENGTH, ROUNDS, check_names, conversations_of, named
-from dflash_trt.cli.bench_report import REPORT, Report, check_paths
-from dflash_trt.cli.gates import exit_code, gate_lines, gate_rows
+from dflash_trt.cli.bench_report import REPORT, Report, check_paths, exit_code, gate_lines, gate_rows
 from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -34,10 +33,8 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *("input_file", "categories", "num_prompts", "max_new_tokens", "concurrency", "temperatures", "rounds"),
-        *("draft_length", "baseline", "min_acceptance_ratio", "csv_path", "figure", "as_json"),
-    ),
+    common="input_file categories num_prompts max_new_tokens concurrency temperatures rounds draft_length "
+    "baseline min_acceptance_ratio csv_path figure as_json",
     short_help="Compare drafters with each other and with none: speed and acceptance.",
     epilog=examples(
         "dflash-trt bench speedup engine --input-file prompts.jsonl --concurrency 4",
@@ -115,7 +112,7 @@ def speedup(context: click.Context, /, sources: tuple[str, ...], **options: Any)
         facts=facts | ({"baseline_ratios": ratios} if baseline else {}) | {"gates": gate_rows(gates)},
         warnings=sample_warnings(reports),
         draw=lambda path, caption: draw_acceptance(reports, path, caption),
-    ).publish(as_json=options["as_json"], csv_path=options["csv_path"], figure=options["figure"])
+    ).publish(options)
     context.exit(exit_code(gates))
 
 

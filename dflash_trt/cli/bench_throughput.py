@@ -103,7 +103,7 @@ def throughput(engine_dir: Path, **options: Any) -> None:
         lines=[*lines, f"draft_length: --draft-length {lengths}, the best fixed K by requests"],
         facts={"workload": workload},
         draw=lambda path, caption: draw_throughput(reports, path, caption),
-    ).publish(as_json=options["as_json"], csv_path=options["csv_path"], figure=options["figure"])
+    ).publish(options)
 
 
 def _rooflines(reports: "Sequence[PolicyReport]", roofs: "Roofs", context_len: int) -> "list[list[Roofline]]":

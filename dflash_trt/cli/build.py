@@ -1,7 +1,7 @@
 """`dflash-trt build`: reads the YAML and the flags, shows progress, prints sizes."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -34,6 +34,11 @@ _FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, int8, mxfp4, nvfp4 or nvfp4_w
 def _choice(kind: Any) -> Choice:
     """A choice among the values of a Literal."""
     return Choice(get_args(kind))
+
+
+def _key(flag: str, help: str, *, type: Any = int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option of a key of the configuration that has a default."""
+    return click.option(flag, type=type, help=with_default(help, flag.removeprefix("--").replace("-", "_")))
 
 
 class _BuildCommand(click.Command):
@@ -79,33 +84,24 @@ class _BuildCommand(click.Command):
     help="Store an option of the chat template for every conversation, such as enable_thinking=false; repeatable.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
-@click.option("--backend", type=_choice(Backend), help=with_default("Runtime of the engine.", "backend"))
-@click.option(
+@_key("--backend", "Runtime of the engine.", type=_choice(Backend))
+@_key(
     "--dtype",
+    "Data type of activations and unquantized weights; no float16 with backend torch. On a CPU, K and batch mates "
+    "change practically no text.",
     type=_choice(FloatDType),
-    help=with_default(
-        "Data type of activations and unquantized weights; no float16 with backend torch. On a CPU, K and batch mates "
-        "change practically no text.",
-        "dtype",
-    ),
 )
-@click.option("--max-batch-size", type=int, help=with_default("Requests that run together.", "max_batch_size"))
+@_key("--max-batch-size", "Requests that run together.")
 @click.option(
     "--max-seq-len",
     type=int,
     help="Prompt and output tokens of one request.  [default: as many as the checkpoints allow]",
 )
-@click.option(
-    "--max-num-tokens", type=int, help=with_default("Tokens of one step, all requests together.", "max_num_tokens")
-)
+@_key("--max-num-tokens", "Tokens of one step, all requests together.")
 @click.option("--max-draft-len", type=int, help="Drafts per request and step.  [default: as many as the drafter makes]")
-@click.option("--page-size", type=int, help=with_default("Token positions per K/V page.", "page_size"))
-@click.option(
-    "--tp-size", type=int, help=with_default("Ranks that share every layer, a process and a GPU each.", "tp_size")
-)
-@click.option(
-    "--ep-size", type=int, help=with_default("Groups of those ranks that have a part of the experts each.", "ep_size")
-)
+@_key("--page-size", "Token positions per K/V page.")
+@_key("--tp-size", "Ranks that share every layer, a process and a GPU each.")
+@_key("--ep-size", "Groups of those ranks that have a part of the experts each.")
 @click.option(
     "--attention-dp",
     is_flag=True,
@@ -128,10 +124,8 @@ class _BuildCommand(click.Command):
     type=click.Path(),
     help="Backend tensorrt: the library of plugins, which dflash-trt build-plugin makes.",
 )
-@click.option(
-    "--collectives",
-    type=_choice(CollectiveMode),
-    help=with_default("Backend tensorrt, several ranks: TensorRT's own layers, or plugins.", "collectives"),
+@_key(
+    "--collectives", "Backend tensorrt, several ranks: TensorRT's own layers, or plugins.", type=_choice(CollectiveMode)
 )
 @click.option(
     "--deterministic",

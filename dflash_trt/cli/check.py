@@ -90,35 +90,33 @@ def _print(fields: dict[str, Any]) -> None:
     from rich.filesize import decimal
 
     console = Console(highlight=False, markup=False)
-    console.print(
+    click.echo(
         f"check passed: TensorRT-RTX {fields['tensorrt_version']} built the network for {fields['compute_capability']} "
-        "on this CPU, with stubs of its plugin nodes",
-        soft_wrap=True,
+        "on this CPU, with stubs of its plugin nodes"
     )
     for model, layer_ids in fields["layer_ids"].items():
-        console.print(_layers_line(model, layer_ids, fields["num_model_layers"][model]), soft_wrap=True)
+        click.echo(_layers_line(model, layer_ids, fields["num_model_layers"][model]))
     if len(fields["ranks"]) > 1:
         console.print(f"ranks: {', '.join(map(str, fields['ranks']))}, which have different networks")
     kinds = ", ".join(f"{count} {kind.lower()}" for kind, count in list(fields["layer_counts"].items())[:8])
-    console.print(f"TensorRT layers: {fields['num_layers']} ({kinds}, ...)", soft_wrap=True)
+    click.echo(f"TensorRT layers: {fields['num_layers']} ({kinds}, ...)")
     for title in ("inputs", "outputs"):
         console.print(f"{title}:")
         for line in fields[title]:
             console.print(f"  {line}")
     console.print(profiles_table(fields["profiles"]))
     console.print(f"limits: {', '.join(f'{name} {value}' for name, value in fields['build_config'].items())}")
-    console.print(f"flags: {', '.join(fields['flags']) or 'none'}", soft_wrap=True)
+    click.echo(f"flags: {', '.join(fields['flags']) or 'none'}")
     slot_bytes = fields["state_bytes_per_slot"]
     slots = f", recurrent state {decimal(slot_bytes)} per request" if slot_bytes else ""
-    console.print(
+    click.echo(
         f"each rank: weights {decimal(fields['weights_bytes'])}, plan {decimal(fields['plan_bytes'])} and kernels, "
         f"K/V {fields['kv_bytes_per_token']:,} bytes per token, {decimal(fields['full_kv_bytes'])} for full batches"
-        f"{slots}",
-        soft_wrap=True,
+        f"{slots}"
     )
     console.print(f"check: {fields['build_time_s']:.1f} s, peak memory {decimal(fields['peak_memory_bytes'])}")
     for line in (*fields["warnings"], *fields["notes"]):
-        console.print(f"note: {line}", soft_wrap=True)
+        click.echo(f"note: {line}")
 
 
 def _layers_line(model: str, layer_ids: list[int], num_layers: int) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.gates import exit_code, gate_lines, gate_rows
+from dflash_trt.cli.bench_report import exit_code, gate_lines, gate_rows
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompt_source import PromptSource, prompt_options
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job

@@ -38,10 +38,10 @@ class OptionSet:
 class LongCommand(click.Command):
     """A command with many options: `--help` shows the common ones, `--help-all` every option."""
 
-    def __init__(self, *args: Any, common: tuple[str, ...], **options: Any) -> None:
-        """`common` are names of parameters, in the order of `--help`."""
+    def __init__(self, *args: Any, common: str, **options: Any) -> None:
+        """`common` are names of parameters, in the order of `--help`, with spaces between them."""
         super().__init__(*args, **options)
-        self._common = common
+        self._common = common.split()
         self.params.append(
             click.Option(
                 ["--help-all"],

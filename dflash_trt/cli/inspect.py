@@ -140,36 +140,32 @@ def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)  # paths are not markup
-    console.print(
+    click.echo(
         f"engine {report['engine_dir']}: version {report['version']}, backend {report['backend']}, {report['dtype']}, "
         f"world_size {report['mapping']['world_size']}, "
-        f"{'with' if report['has_tokenizer'] else 'without'} tokenizer",
-        soft_wrap=True,
+        f"{'with' if report['has_tokenizer'] else 'without'} tokenizer"
     )
     console.print(models_table(report))
     if report["draft"]:
         console.print(_draft_table(report["draft"]))
         taps = ", ".join(map(str, report["draft"]["target_layer_ids"]))
-        console.print(
+        click.echo(
             f"{report['draft']['algorithm']} taps the output of target layers {taps} (0-based) and drafts "
-            f"K = {report['draft']['max_draft_len']} tokens per step at most",
-            soft_wrap=True,
+            f"K = {report['draft']['max_draft_len']} tokens per step at most"
         )
     limits = ", ".join(f"{name} {value}" for name, value in report["build_config"].items())
-    console.print(f"limits: {limits}", soft_wrap=True)
+    click.echo(f"limits: {limits}")
     if report["chat_template_options"]:
-        console.print(f"chat template: {shown_options(report['chat_template_options'])}", soft_wrap=True)
+        click.echo(f"chat template: {shown_options(report['chat_template_options'])}")
     if report["tensorrt"]:
         _print_tensorrt(console, report["tensorrt"])
     if report["tensorrt_llm"]:
-        console.print(
-            f"TensorRT-LLM {report['tensorrt_llm']['versions']}, opened as llm_args.yaml says", soft_wrap=True
-        )
+        click.echo(f"TensorRT-LLM {report['tensorrt_llm']['versions']}, opened as llm_args.yaml says")
     for architecture, index in report["kernels"].items():
         console.print(
             f"{index['num_kernels']} kernels for {architecture}, compiled by Triton {index['triton_version']}"
         )
-    console.print(f"K/V on this machine: {report['kv_pages_here']}", soft_wrap=True)
+    click.echo(f"K/V on this machine: {report['kv_pages_here']}")
     console.print(_files_table(report["files"]))
     _print_provenance(report["provenance"])
 
@@ -286,11 +282,10 @@ def _files_table(files: dict[str, Any]) -> "Table":
 def _print_tensorrt(console: "Console", record: dict[str, Any]) -> None:
     from dflash_trt.cli.check import profiles_table
 
-    console.print(
+    click.echo(
         f"TensorRT {record['tensorrt_version']}, for {record['gpu_name']} (compute capability "
         f"{record['compute_capability']}), {record['num_layers']} layers, "
-        f"compiled in {record['build_time_s']:.1f} s; flags {', '.join(record['flags']) or 'none'}",
-        soft_wrap=True,
+        f"compiled in {record['build_time_s']:.1f} s; flags {', '.join(record['flags']) or 'none'}"
     )
     console.print(profiles_table({profile["name"]: profile["axes"] for profile in record["profiles"]}))
 

@@ -78,20 +78,9 @@ def cli() -> None:
     """A target LLM and its DFlash drafter as one engine."""
 
 
-cli.add_command(build)
-cli.add_command(build_plugin)
-cli.add_command(bench)
-cli.add_command(deploy)
-cli.add_command(doctor)
-cli.add_command(evaluate)
-cli.add_command(inspect)
-cli.add_command(plan)
-cli.add_command(ranks)
-cli.add_command(recipes)
-cli.add_command(run)
-cli.add_command(serve)
-cli.add_command(show_drafts)
-cli.add_command(worker)
+_COMMANDS = (build, build_plugin, bench, deploy, doctor, evaluate, inspect, plan, ranks, recipes, run, serve)
+for command in (*_COMMANDS, show_drafts, worker):
+    cli.add_command(command)
 
 
 def main() -> NoReturn:

@@ -14,7 +14,6 @@ from dflash_trt.cli.help_text import LongCommand, examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from dflash_trt.plan.gpus import Gpu
@@ -51,20 +50,8 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *(
-            "gpu",
-            "concurrencies",
-            "contexts",
-            "acceptance_lengths",
-            "sweep",
-            "accepted",
-            "layouts",
-            "per_user",
-            "num_gpus",
-        ),
-        *("target", "drafter", "quantization", "kv_cache", "tp_size", "max_batch_size", "max_seq_len", "as_json"),
-    ),
+    common="gpu concurrencies contexts acceptance_lengths sweep accepted layouts per_user num_gpus target "
+    "drafter quantization kv_cache tp_size max_batch_size max_seq_len as_json",
     short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.",
     epilog=examples(
         "dflash-trt plan Qwen/Qwen3-8B --gpu h200",
@@ -329,11 +316,11 @@ def _step(
     }
 
 
-def _print_windows(pages: dict[str, Any], console: "Console") -> None:
+def _print_windows(pages: dict[str, Any]) -> None:
     windows = " and ".join(str(group["window"]) for group in pages["page_windows"])
     if windows:
         text = f"layers with a window of {windows} tokens: pages of their own, for {pages['num_windows']} requests"
-        console.print(text, soft_wrap=True)
+        click.echo(text)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -346,15 +333,15 @@ def _print(report: dict[str, Any]) -> None:
     ranks = report["mapping"]["world_size"]
     console.print(models_table(report))
     limits = ", ".join(f"{name} {value}" for name, value in report["build_config"].items())
-    console.print(f"limits: {limits}", soft_wrap=True)
+    click.echo(f"limits: {limits}")
     console.print(_memory_table(report))
     gpus = f"{ranks} x {report['gpu']['name']}" if ranks > 1 else report["gpu"]["name"]
     if report["fits"]:
-        console.print(f"fits on {gpus}: K/V pages for {report['kv_tokens']:,} tokens", soft_wrap=True)
-        _print_windows(report["kv_pages"], console)
+        click.echo(f"fits on {gpus}: K/V pages for {report['kv_tokens']:,} tokens")
+        _print_windows(report["kv_pages"])
     else:
         each = "each lacks" if ranks > 1 else "it lacks"
-        console.print(f"does not fit on {gpus}: {each} {decimal(report['missing_bytes'])}", soft_wrap=True)
+        click.echo(f"does not fit on {gpus}: {each} {decimal(report['missing_bytes'])}")
         for remedy in report["remedies"]:
             console.print(f"fits with {remedy['change']}: K/V pages for {remedy['kv_tokens']:,} tokens")
         if not report["remedies"]:
@@ -365,13 +352,13 @@ def _print(report: dict[str, Any]) -> None:
         title = (
             f"floors of a verify step in ms, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
         )
-        console.print(title, soft_wrap=True)
+        click.echo(title)
         Console(highlight=False, markup=False, width=max(console.width, _STEPS_WIDTH)).print(_steps_table(report))
         sources = ", ".join(dict.fromkeys(name for step in report["steps"] for name in step["expected_s_by_source"]))
         reach = f"Reach: the part of a step that its floor takes. Times of a step: {sources}"
-        console.print(f"No kernel is below a floor. {reach}", soft_wrap=True)
+        click.echo(f"No kernel is below a floor. {reach}")
     for note in report["notes"]:
-        console.print(f"note: {note}", soft_wrap=True)
+        click.echo(f"note: {note}")
 
 
 _PARTS = {

@@ -270,7 +270,7 @@ def _print(report: dict[str, Any]) -> None:
     subject, goals = report["subject"], " and ".join(report["goals"]) or "the most tok/s"
     lengths = f"{report['prompt_tokens']} tokens a prompt, {report['output_tokens']} an answer"
     node = f"{report['num_gpus']} x {report['gpu']}"
-    console.print(f"{subject} on {node} for {goals}, {lengths}: calculated, not measured", soft_wrap=True)
+    click.echo(f"{subject} on {node} for {goals}, {lengths}: calculated, not measured")
     has_price = report["choices"][0]["price_per_million_tokens"] is not None
     table = Table()
     for heading in ("layout", "prefill", "format", "K", "requests", "tok/s", "per GPU", "per user", "TTFT ms"):
@@ -283,26 +283,24 @@ def _print(report: dict[str, Any]) -> None:
     best = report["choices"][0]
     by_requests = {int(size): length for size, length in report["draft_lengths"].items()}
     if not best["has_drafter"]:
-        console.print("the drafter does not pay here: best without it", soft_wrap=True)
+        click.echo("the drafter does not pay here: best without it")
     else:
-        console.print(f"K by requests of a replica: {lengths_text(by_requests)}", soft_wrap=True)
+        click.echo(f"K by requests of a replica: {lengths_text(by_requests)}")
     for item in report["sensitivity"]:
-        console.print(
+        click.echo(
             f"drafts accepted {item['factor']:g} times as often: K = {item['num_draft_tokens']}, "
             f"{item['acceptance_length']:.2f} tokens a step, {item['tok_per_s_per_user']:.0f} tok/s per user, "
-            f"{item['output_tok_per_s_per_gpu']:.0f} per GPU",
-            soft_wrap=True,
+            f"{item['output_tok_per_s_per_gpu']:.0f} per GPU"
         )
     for command in report["commands"]:
-        console.print(f"    {command}", soft_wrap=True)
+        click.echo(f"    {command}")
     if report["is_acceptance_assumed"]:
-        console.print(
+        click.echo(
             f"assumed: {_ASSUMED_RATE:.0%} of drafts are accepted after an accepted one; --accepted takes what "
-            "`dflash-trt bench speedup --json` measured",
-            soft_wrap=True,
+            "`dflash-trt bench speedup --json` measured"
         )
     for text in (*report["assumptions"], *(f"left out: {reason}" for reason in report["left_out"])):
-        console.print(text if text.startswith("left out") else f"assumed: {text}", soft_wrap=True)
+        click.echo(text if text.startswith("left out") else f"assumed: {text}")
 
 
 def _cells(choice: dict[str, Any], *, has_price: bool) -> list[str]:

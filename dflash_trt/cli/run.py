@@ -44,11 +44,8 @@ Emit = Callable[[int, GenerationOutput | None], None]
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *("prompts", "input_file", "output_file", "chat", "system", "stream", "show_drafts", "as_json"),
-        *("max_new_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop"),
-        *("no_drafter", "draft_length", "adaptive", "device", "kv_cache_bytes", "deterministic"),
-    ),
+    common="prompts input_file output_file chat system stream show_drafts as_json max_new_tokens temperature "
+    "top_p top_k n seed stop no_drafter draft_length adaptive device kv_cache_bytes deterministic",
     short_help="Generate text from an engine directory.",
     epilog=examples(
         "dflash-trt run engine --prompt 'def fibonacci(n):' --max-new-tokens 64",

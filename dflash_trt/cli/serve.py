@@ -42,10 +42,8 @@ _prefill_min_tokens = click.option(
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *("host", "port", "replicas", "gpus", "router_mode", "no_ui", "model_name", "tool_call_parser"),
-        *("reasoning_parser", "no_drafter", "draft_length", "adaptive", "device", "kv_cache_bytes", "max_queue_len"),
-    ),
+    common="host port replicas gpus router_mode no_ui model_name tool_call_parser reasoning_parser no_drafter "
+    "draft_length adaptive device kv_cache_bytes max_queue_len",
     short_help="Serve the OpenAI API on this machine.",
     epilog=examples("dflash-trt serve engine --port 8000", "dflash-trt serve engine --gpus 0,1,2,3 --router-mode kv"),
 )
@@ -110,10 +108,8 @@ def serve(engine_dir: Path, **options: Any) -> None:
 
 @click.command(
     cls=LongCommand,
-    common=(
-        *("host", "namespace", "discovery_backend", "request_plane", "event_plane", "role", "model_name"),
-        *("tool_call_parser", "reasoning_parser", "draft_length", "device", "kv_cache_bytes", "max_queue_len"),
-    ),
+    common="host namespace discovery_backend request_plane event_plane role model_name tool_call_parser "
+    "reasoning_parser draft_length device kv_cache_bytes max_queue_len",
     short_help="Serve an engine in a larger Dynamo deployment.",
     epilog=examples("dflash-trt worker engine --host 10.0.0.2 --namespace production"),
 )

@@ -13,8 +13,8 @@ from dflash_trt.bench.load_report import Limits, Percentiles
 from dflash_trt.bench.request_load import Load
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.bench_options import conversations_of
+from dflash_trt.cli.bench_serve import floors_beside
 from dflash_trt.cli.prompt_source import PromptSource
-from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 from dflash_trt.engine_dir import EngineDir

@@ -19,7 +19,7 @@ from dflash_trt.bench.roofline import Roofline
 from dflash_trt.bench.speedup import SideReport
 from dflash_trt.bench.throughput import PolicyReport
 from dflash_trt.cli import build, eval, inspect, plan, plan_advice
-from dflash_trt.cli.gates import gate_lines
+from dflash_trt.cli.bench_report import gate_lines
 from dflash_trt.cli.report import RunSummary, summary_lines
 from tests.cli.conftest import Invoke
 from tests.cli.test_inspect import RECORD
