@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dflash_trt.cli.bench_report import CSV, JSON, Report, check_paths
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, examples
 
 if TYPE_CHECKING:
     from dflash_trt.bench.host import HostReport
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Requests that decode at the same time; repeatable.",
 )
-@click.option(
-    "--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1), help="Steps to measure."
-)
+@click.option("--steps", "num_steps", default=200, show_default=True, type=COUNT, help="Steps to measure.")
 @click.option(
     "--draft-length",
     "num_draft_tokens",
@@ -48,12 +46,7 @@ if TYPE_CHECKING:
     help="Ranks of the engine: this process is rank 0, with a worker process for each of the others.",
 )
 @click.option(
-    "--prompt-tokens",
-    "num_prompt_tokens",
-    default=1000,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Tokens of every prompt.",
+    "--prompt-tokens", "num_prompt_tokens", default=1000, show_default=True, type=COUNT, help="Tokens of every prompt."
 )
 @CSV
 @JSON

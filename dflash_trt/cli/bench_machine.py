@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, PATH, examples
 from dflash_trt.cli.other_engines import Choice
 from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MACHINE = click.option(
     "--machine",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Machine file of `bench machine`, for step floors (default: measure copies and matrix products now).",
 )
@@ -30,14 +30,12 @@ MACHINE = click.option(
     short_help="Measure this machine, for plan --sweep and for floors.",
     epilog=examples("dflash-trt bench machine -o machine.json", "dflash-trt bench machine --num-threads 1"),
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write (default: stdout)."
-)
+@click.option("-o", "--output", type=PATH, metavar="FILE", help="File to write (default: stdout).")
 @click.option("--name", metavar="TEXT", help="Name of the machine (default: its GPU or processor).")
 @click.option(
     "--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Device to measure."
 )
-@click.option("--num-threads", type=click.IntRange(min=1), help="Threads on a CPU (default: as for engines).")
+@click.option("--num-threads", type=COUNT, help="Threads on a CPU (default: as for engines).")
 def machine(output: Path | None, name: str | None, device: str, num_threads: int | None) -> None:
     """Measure copies, matrix products, the host, and the steps of small engines with random weights.
 
@@ -93,14 +91,15 @@ def machine_name() -> str:
 
 def measure_now(config: RuntimeConfig) -> "MachineFile":
     """The roofs of the machine at hand, with the device and the threads of the engine."""
-    from dflash_trt.core.process import let_threads_sleep
-
-    let_threads_sleep()  # before PyTorch is imported
-    from dflash_trt.bench.machine import device_at_hand, measure_roofs
     from dflash_trt.executor.threads import run_in_thread
 
-    # In a thread that ends, and its team of OpenMP's with it: idle threads would disturb what is measured next.
-    return run_in_thread(lambda: measure_roofs(machine_name(), device_at_hand(config.device, config.num_threads)))
+    def measured() -> "MachineFile":
+        device = _device(config.device, config.num_threads)
+        from dflash_trt.bench.machine import measure_roofs
+
+        return measure_roofs(machine_name(), device)
+
+    return run_in_thread(measured)  # and its team of OpenMP's ends with it: idle threads would disturb what comes next
 
 
 def _device(device: str, num_threads: int | None) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dflash_trt.cli.help_text import COUNT
 from dflash_trt.cli.prompt_source import prompt_options
 from dflash_trt.cli.prompts import KWARGS_FIELD, Job
 from dflash_trt.core.errors import ConfigError
@@ -21,15 +22,14 @@ FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", *PREFIX_TIERS
 INPUT = prompt_options(
     default=PROMPTS, shown="16 beginnings of Python functions, which the demo pair was not trained on"
 )
-_COUNT = click.IntRange(min=1)
 LENGTH = click.option(
-    "--max-new-tokens", type=_COUNT, default=128, show_default=True, help="Tokens to generate per prompt."
+    "--max-new-tokens", type=COUNT, default=128, show_default=True, help="Tokens to generate per prompt."
 )
 ROUNDS = click.option(
-    "--rounds", type=_COUNT, default=5, show_default=True, help="Measured rounds, alternating; one more warms up."
+    "--rounds", type=COUNT, default=5, show_default=True, help="Measured rounds, alternating; one more warms up."
 )
 PER_CLIENT = click.option(
-    "--requests-per-client", type=_COUNT, default=6, show_default=True, help="Requests of a client, in sequence."
+    "--requests-per-client", type=COUNT, default=6, show_default=True, help="Requests of a client, in sequence."
 )
 
 

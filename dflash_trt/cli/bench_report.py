@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import OptionSet
+from dflash_trt.cli.help_text import PATH, OptionSet
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.exit_codes import ExitCode
 
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Gate
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-CSV = click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write.")
-FIGURE = click.option(
-    "--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."
-)
+CSV = click.option("--csv", "csv_path", type=PATH, metavar="PATH", help="A table to write.")
+FIGURE = click.option("--figure", type=PATH, metavar="PATH", help="A figure to write: .png or .svg.")
 
 
 REPORT = OptionSet(CSV, FIGURE, JSON)

@@ -25,7 +25,7 @@ from dflash_trt.cli.bench_options import (
     named,
 )
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths, this_machine
-from dflash_trt.cli.help_text import LongCommand, OptionSet, examples
+from dflash_trt.cli.help_text import COUNT, POSITIVE, LongCommand, OptionSet, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -54,14 +54,14 @@ _OPTIONS = OptionSet(
         "--concurrency",
         "concurrencies",
         multiple=True,
-        type=click.IntRange(min=1),
+        type=COUNT,
         help="Number of clients (closed loop); repeatable.  [default: 1, 2, 4, 8, 16, or none with --request-rate]",
     ),
     click.option(
         "--request-rate",
         "request_rates",
         multiple=True,
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         metavar="PER_SECOND",
         help="Rate of Poisson arrivals (open loop); repeatable.",
     ),
@@ -69,7 +69,7 @@ _OPTIONS = OptionSet(
     click.option(
         "--duration",
         "duration_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         default=30.0,
         show_default=True,
         metavar="SECONDS",
@@ -80,7 +80,7 @@ _OPTIONS = OptionSet(
     click.option("--ignore-eos", is_flag=True, help="Texts of equal length, to measure throughput only."),
     click.option("--goodput", metavar="ttft:MS,tpot:MS,e2el:MS", help="Limits of a good request, as in vLLM."),
     click.option("--model-name", metavar="NAME", help="Model to request from a URL (default: the server's first)."),
-    click.option("--num-gpus", type=click.IntRange(min=1), help="GPUs of each server; else speeds are per server."),
+    click.option("--num-gpus", type=COUNT, help="GPUs of each server; else speeds are per server."),
     click.option(
         "--hardware",
         metavar="TEXT",
@@ -89,7 +89,7 @@ _OPTIONS = OptionSet(
     click.option(
         "--interactivity",
         multiple=True,
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         metavar="TOK_PER_S",
         help="Compare at this tok/s per user; repeatable.  [default: the highest that all reach]",
     ),
@@ -207,19 +207,20 @@ def _sides(
 
     autoregressive, others, engines = [], [], {}
     settings = runtime.replaced(enable_prefix_caching=False)
+    num_gpus = options["num_gpus"]
+
+    def served(name: str, engine_dir: Path, config: RuntimeConfig) -> Side:
+        engines[name] = (engine_dir, config)
+        return Side(name=name, open=_starter(engine_dir, config), num_gpus=num_gpus)
+
     for name, source in map(named, sources):
         if is_url(source):
             address, model = source.rstrip("/").removesuffix("/v1"), options["model_name"]
-            opened = Side(name=name, open=_finder(address), num_gpus=options["num_gpus"], model=model)
-            others.append(opened)
+            others.append(Side(name=name, open=_finder(address), num_gpus=num_gpus, model=model))
             continue
         if options["autoregressive"]:
-            plain, label = settings.without_drafter(), f"{name}, autoregressive"
-            opened = Side(name=label, open=_starter(Path(source), plain), num_gpus=options["num_gpus"])
-            autoregressive.append(opened)
-            engines[label] = (Path(source), plain)
-        others.append(Side(name=name, open=_starter(Path(source), settings), num_gpus=options["num_gpus"]))
-        engines[name] = (Path(source), settings)
+            autoregressive.append(served(f"{name}, autoregressive", Path(source), settings.without_drafter()))
+        others.append(served(name, Path(source), settings))
     sides = [*autoregressive, *others]
     if options["autoregressive"] and not autoregressive:
         hint = "Start that server with --no-drafter and pass its URL."

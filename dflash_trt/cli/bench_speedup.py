@@ -12,7 +12,7 @@ import click
 from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, LENGTH, ROUNDS, check_names, conversations_of, named
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths, exit_code, gate_lines, gate_rows
-from dflash_trt.cli.help_text import LongCommand, examples
+from dflash_trt.cli.help_text import COUNT, PATH, LongCommand, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -45,9 +45,7 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 @click.argument("sources", metavar="[NAME=]ENGINE_DIR...", nargs=-1, required=True)
 @INPUT
 @LENGTH
-@click.option(
-    "--concurrency", type=click.IntRange(min=1), default=1, show_default=True, help="Requests running at the same time."
-)
+@click.option("--concurrency", type=COUNT, default=1, show_default=True, help="Requests running at the same time.")
 @click.option(
     "--temperature",
     "temperatures",
@@ -60,7 +58,7 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 @ROUNDS
 @click.option(
     "--baseline",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Compare acceptance with an earlier report of --json, of the same prompts and names.",
 )

@@ -10,7 +10,7 @@ import click
 from dflash_trt.cli.bench_machine import MACHINE, context_len_of, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, PER_CLIENT
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, PATH, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     short_help="Find the best K for each number of clients.",
     epilog=examples("dflash-trt bench throughput engine --input-file prompts.jsonl --concurrency 16"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
 @INPUT
 @click.option(
     "--concurrency",
     "concurrencies",
     multiple=True,
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=(1, 4, 16, 64),
     show_default=True,
     help="Number of clients; repeatable.",
@@ -45,15 +45,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-new-tokens",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=192,
     show_default=True,
     help="Longest answer in tokens; the mean is a third of it.",
 )
 @PER_CLIENT
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Measured rounds; one more warms up."
-)
+@click.option("--rounds", type=COUNT, default=3, show_default=True, help="Measured rounds; one more warms up.")
 @runtime_options(
     without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length", "draft_length", "overlap_scheduling"]
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from dflash_trt.cli.check import check
-from dflash_trt.cli.help_text import examples, with_default
+from dflash_trt.cli.help_text import PATH, examples, with_default
 from dflash_trt.cli.other_engines import Choice
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
 from dflash_trt.cli.recipes import config_path
@@ -83,7 +83,7 @@ class _BuildCommand(click.Command):
     multiple=True,
     help="Store an option of the chat template for every conversation, such as enable_thinking=false; repeatable.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
+@click.option("-o", "--output", type=PATH, help="Engine directory to write.")
 @_key("--backend", "Runtime of the engine.", type=_choice(Backend))
 @_key(
     "--dtype",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, PATH, examples
 from dflash_trt.core.exit_codes import ExitCode
 
 
@@ -19,14 +19,9 @@ from dflash_trt.core.exit_codes import ExitCode
 @click.option(
     "--arch", help="GPUs to compile for, such as 90a,100a,103a.  [default: that of the engine's plans, or all of these]"
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one per core]")
+@click.option("--jobs", type=COUNT, help="Processes that compile.  [default: one per core]")
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("plugin"),
-    show_default=True,
-    help="Directory to write the library to.",
+    "-o", "--output", type=PATH, default=Path("plugin"), show_default=True, help="Directory to write the library to."
 )
 @click.option("--kernels-only", is_flag=True, help="Without TensorRT and its headers: the kernels and a C interface.")
 @click.argument("kernels", nargs=-1, type=click.UNPROCESSED)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dflash_trt.cli.help_text import OptionSet, examples
+from dflash_trt.cli.help_text import COUNT, PATH, OptionSet, examples
 from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
@@ -56,14 +56,12 @@ def deploy() -> None:
         "dflash-trt deploy triton engine -o models --environment venv", "dflash-trt deploy triton -o models --check"
     ),
 )
-@click.argument("engine_dir", metavar="[ENGINE_DIR]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", "repository", required=True, type=click.Path(path_type=Path), help="Model repository to write to."
-)
+@click.argument("engine_dir", metavar="[ENGINE_DIR]", required=False, type=PATH)
+@click.option("-o", "--output", "repository", required=True, type=PATH, help="Model repository to write to.")
 @click.option("--model-name", help="Name of the model.  [default: dflash]")
 @click.option(
     "--environment",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Virtual environment of the model (default: the environment of the first python3 on the server's PATH).",
 )
 @click.option("--copy-engine", is_flag=True, help="Copy the engine into the repository instead of naming its path.")
@@ -85,7 +83,7 @@ def deploy() -> None:
 @click.option("--check", "check_only", is_flag=True, help="Only check an existing repository.")
 @click.option(
     "--llmapi",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="Write TensorRT-LLM's own model instead, from its triton_backend/all_models/llmapi; backend tensorrt_llm.",
 )
@@ -146,10 +144,8 @@ def _write_llmapi(
 
 
 _NODES = OptionSet(
-    click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path)),
-    click.option(
-        "--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Ranks of each node."
-    ),
+    click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH),
+    click.option("--gpus-per-node", type=COUNT, default=8, show_default=True, help="Ranks of each node."),
     click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server."),
 )
 

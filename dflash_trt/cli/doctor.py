@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import POSITIVE, examples
 
 _TIME_LIMIT_S = 30.0
 
@@ -14,7 +14,7 @@ _TIME_LIMIT_S = 30.0
 @click.option(
     "--time-limit",
     "time_limit_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=_TIME_LIMIT_S,
     show_default=True,
     metavar="SECONDS",

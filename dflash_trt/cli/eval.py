@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_report import exit_code, gate_lines, gate_rows
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, PATH, examples
 from dflash_trt.cli.prompt_source import PromptSource, prompt_options
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -33,14 +33,10 @@ if TYPE_CHECKING:
     short_help="Compare two engines of the same pair.",
     epilog=examples("dflash-trt eval engine-fp8 --against engine-bf16 --input-file prompts.jsonl --max-kl 0.01"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--against", required=True, metavar="ENGINE_DIR", type=click.Path(path_type=Path), help="The baseline engine."
-)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
+@click.option("--against", required=True, metavar="ENGINE_DIR", type=PATH, help="The baseline engine.")
 @prompt_options(required=True)
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest text in tokens."
-)
+@click.option("--max-new-tokens", type=COUNT, default=128, show_default=True, help="Longest text in tokens.")
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")

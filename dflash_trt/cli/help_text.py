@@ -1,11 +1,16 @@
-"""Parts of commands: options that several share, what --help shows, defaults that a configuration file may replace."""
+"""Parts of commands: types and sets of options, what --help shows, defaults that a configuration file may replace."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
 from dflash_trt.core.config import BuildConfig
+
+PATH: Final = click.Path(path_type=Path)
+COUNT: Final = click.IntRange(min=1)
+POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 def examples(*commands: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import PATH, examples
 from dflash_trt.core.chat_template_options import shown_options
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LAYER_SIZES = (
     short_help="Check an engine directory and describe it.",
     epilog=examples("dflash-trt inspect engine --verify-hashes"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
 @click.option("--verify-hashes", is_flag=True, help="Hash the large files too, not only those below 256 MiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import click
 
 from dflash_trt.cli import plan_advice, plan_sweep
 from dflash_trt.cli.build import build, merged_config
-from dflash_trt.cli.help_text import LongCommand, examples
+from dflash_trt.cli.help_text import PATH, LongCommand, examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,12 +63,7 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 @click.option(
     "--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB (default: this machine's)."
 )
-@click.option(
-    "--machine",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Plan for a machine measured with `bench machine`.",
-)
+@click.option("--machine", type=PATH, metavar="FILE", help="Plan for a machine measured with `bench machine`.")
 @click.option(
     "--acceptance-length",
     "acceptance_lengths",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from dflash_trt.cli.build import build
-from dflash_trt.cli.help_text import OptionSet
+from dflash_trt.cli.help_text import POSITIVE, OptionSet
 from dflash_trt.cli.plan_sweep import require_bandwidth
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.draft_lengths import lengths_text
@@ -31,7 +31,6 @@ _FACTORS = (0.85, 1.0, 1.1)
 # Options of `build` that the choice decides, and those that need a drafter.
 _CHOSEN = ("tp_size", "ep_size", "attention_dp", "quantization", "max_batch_size", "max_num_tokens")
 _OF_DRAFTS = ("drafter", "drafter_overrides", "drafter_quantization", "draft_window", "max_draft_len")
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 
 OPTIONS = OptionSet(
     click.option(
@@ -43,13 +42,13 @@ OPTIONS = OptionSet(
     ),
     click.option(
         "--throughput",
-        type=_POSITIVE,
+        type=POSITIVE,
         metavar="TOK_PER_S",
         help="With --gpus: the most tok/s per user while all GPUs make this much.",
     ),
-    click.option("--ttft", "ttft_ms", type=_POSITIVE, metavar="MS", help="With --gpus: time to first token, at most."),
+    click.option("--ttft", "ttft_ms", type=POSITIVE, metavar="MS", help="With --gpus: time to first token, at most."),
     click.option(
-        "--price", type=_POSITIVE, metavar="PER_HOUR", help="With --gpus: price of a GPU hour, for the cost of tokens."
+        "--price", type=POSITIVE, metavar="PER_HOUR", help="With --gpus: price of a GPU hour, for the cost of tokens."
     ),
 )
 SHARED = ("accepted", "per_user", "prompt_tokens", "output_tokens")  # with --sweep

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_report import CSV, FIGURE, check_paths, typed_command
-from dflash_trt.cli.help_text import OptionSet
+from dflash_trt.cli.help_text import COUNT, POSITIVE, OptionSet
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 _LAYOUT = re.compile(r"(tp|dp)(\d+)(?:ep(\d+))?(?:x(\d+))?")
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": "MTP"}
-_POSITIVE = click.IntRange(min=1)
-_SPEED = click.FloatRange(min=0, min_open=True)
 
 OPTIONS = OptionSet(
     click.option(
@@ -53,15 +51,15 @@ OPTIONS = OptionSet(
         "--sweep-draft-length",
         "draft_lengths",
         multiple=True,
-        type=_POSITIVE,
+        type=COUNT,
         metavar="K",
         help="Drafts per step; repeatable (default: as many as the drafter makes and --accepted has).",
     ),
-    click.option("--prompt-tokens", type=_POSITIVE, metavar="N", help="Prompt tokens of a request (default: 1024)."),
-    click.option("--output-tokens", type=_POSITIVE, metavar="N", help="Output tokens of a request (default: 256)."),
+    click.option("--prompt-tokens", type=COUNT, metavar="N", help="Prompt tokens of a request (default: 1024)."),
+    click.option("--output-tokens", type=COUNT, metavar="N", help="Output tokens of a request (default: 256)."),
     click.option(
         "--shared-prefix",
-        type=_POSITIVE,
+        type=COUNT,
         metavar="N",
         help="Prompt tokens that all requests have in common, in the prefix cache after the first (default: 0).",
     ),
@@ -72,18 +70,22 @@ OPTIONS = OptionSet(
         "--request-rate",
         "request_rates",
         multiple=True,
-        type=_SPEED,
+        type=POSITIVE,
         metavar="PER_SECOND",
         help="Rate of Poisson arrivals (open loop).",
     ),
     click.option(
-        "--requests-per-client", type=_POSITIVE, metavar="N", help="Requests of a client, in sequence (default: 3)."
+        "--requests-per-client", type=COUNT, metavar="N", help="Requests of a client, in sequence (default: 3)."
     ),
     click.option(
-        "--duration", type=_SPEED, metavar="SECONDS", help="How long requests arrive at a rate (default: 60)."
+        "--duration", type=POSITIVE, metavar="SECONDS", help="How long requests arrive at a rate (default: 60)."
     ),
     click.option(
-        "--per-user", multiple=True, type=_SPEED, metavar="TOK_PER_S", help="Name the best configuration at this speed."
+        "--per-user",
+        multiple=True,
+        type=POSITIVE,
+        metavar="TOK_PER_S",
+        help="Name the best configuration at this speed.",
     ),
     CSV,
     FIGURE,

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dflash_trt.cli.data_sets import columns_of, is_data_set, rows_of_data_set
-from dflash_trt.cli.help_text import OptionSet
+from dflash_trt.cli.help_text import COUNT, PATH, OptionSet
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Defaults, InputRow, Job, Refusal, decoded_row, row_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
@@ -27,7 +27,7 @@ def prompt_options(*, default: Path | None = None, shown: str | None = None, req
     return OptionSet(
         click.option(
             "--input-file",
-            type=click.Path(path_type=Path),
+            type=PATH,
             default=default,
             show_default=shown or False,
             required=required,
@@ -48,7 +48,7 @@ def prompt_options(*, default: Path | None = None, shown: str | None = None, req
             metavar="NAME",
             help="Use only rows of this category; repeatable.",
         ),
-        click.option("--num-prompts", type=click.IntRange(min=1), help="Use only the first N rows.  [default: all]"),
+        click.option("--num-prompts", type=COUNT, help="Use only the first N rows.  [default: all]"),
     )
 
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import click
 
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import COUNT, PATH, examples
 
 
 @click.command(
     short_help="Run a node's ranks of an engine that is opened on node 0.",
     epilog=examples("dflash-trt ranks engine --nnodes 2 --node-rank 1 --master-addr 10.0.0.1"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
 @click.option("--nnodes", type=click.IntRange(min=2), required=True, help="Machines that the ranks are on.")
-@click.option("--node-rank", type=click.IntRange(min=1), required=True, help="Number of this node, from 1 on.")
+@click.option("--node-rank", type=COUNT, required=True, help="Number of this node, from 1 on.")
 @click.option("--master-addr", metavar="HOST", required=True, help="Address of node 0, as it is told there.")
 @click.option(
     "--master-port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="Port of node 0, as there."

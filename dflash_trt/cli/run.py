@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_trt.cli.conversation import converse
 from dflash_trt.cli.draft_marks import marked, marked_chunks, refuse_drafts
-from dflash_trt.cli.help_text import LongCommand, examples
+from dflash_trt.cli.help_text import PATH, LongCommand, examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompt_source import prompt_options
@@ -53,16 +52,14 @@ Emit = Callable[[int, GenerationOutput | None], None]
         "dflash-trt run engine --input-file prompts.jsonl --output-file results.jsonl",
     ),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
 @prompt_options()
-@click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
+@click.option("--output-file", type=PATH, help="JSONL results, in input order.")
 @click.option("--overwrite", is_flag=True, help="Replace files of results that exist.")
 @click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
 @click.option(
-    "--trace-file",
-    type=click.Path(path_type=Path),
-    help="JSONL, one line per request and step, with drafts; `show-drafts` reads it.",
+    "--trace-file", type=PATH, help="JSONL, one line per request and step, with drafts; `show-drafts` reads it."
 )
 @click.option(
     "--chat",

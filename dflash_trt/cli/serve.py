@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.help_text import LongCommand, OptionSet, examples
+from dflash_trt.cli.help_text import COUNT, PATH, LongCommand, OptionSet, examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.exit_codes import ExitCode
@@ -47,8 +47,8 @@ _prefill_min_tokens = click.option(
     short_help="Serve the OpenAI API on this machine.",
     epilog=examples("dflash-trt serve engine --port 8000", "dflash-trt serve engine --gpus 0,1,2,3 --router-mode kv"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
-@click.option("--replicas", type=click.IntRange(min=1), help="Engines to run, a process each.  [default: 1]")
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
+@click.option("--replicas", type=COUNT, help="Engines to run, a process each.  [default: 1]")
 @click.option("--gpus", metavar="0,1,...", help="One replica on each of these GPUs, or on each N for N ranks.")
 @click.option(
     "--prefill-workers",
@@ -113,7 +113,7 @@ def serve(engine_dir: Path, **options: Any) -> None:
     short_help="Serve an engine in a larger Dynamo deployment.",
     epilog=examples("dflash-trt worker engine --host 10.0.0.2 --namespace production"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
 @click.option(
     "--host",
     metavar="ADDRESS",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.draft_marks import marked
-from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.help_text import PATH, examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ Line = dict[str, Any]
     short_help="Show the drafts of an earlier run, from its trace.",
     epilog=examples("dflash-trt show-drafts engine trace.jsonl"),
 )
-@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
-@click.argument("trace_file", metavar="TRACE_FILE", type=click.Path(path_type=Path))
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=PATH)
+@click.argument("trace_file", metavar="TRACE_FILE", type=PATH)
 def show_drafts(engine_dir: Path, trace_file: Path) -> None:
     """Print the texts of TRACE_FILE, which `run --trace-file` wrote, with their drafts.
 
