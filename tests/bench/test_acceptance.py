@@ -69,6 +69,8 @@ def test_the_interval_of_a_speedup_is_over_prompts_and_rounds() -> None:
     assert 1.0 <= of_prompts.low < 12 / 8 < of_prompts.high <= 2.0
     of_rounds = speedup_interval(plain, [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [4.0, 8.0, 12.0]])
     assert (of_rounds.low, of_rounds.high) == (0.5, 2.0)
+    one_quick = speedup_interval([[2.0, 2.0]] * 9, [[1.0, 1.0]] * 8 + [[0.1, 0.1]])
+    assert (one_quick.low, one_quick.high) == (2.0, 2.0), "the median over rounds that are drawn one by one"
 
 
 def test_two_drafters_are_compared_text_by_text() -> None:

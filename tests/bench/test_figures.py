@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from dflash_trt.bench import acceptance_figure, figure_file, throughput_figure
+from dflash_trt.bench.acceptance import Acceptance
+from dflash_trt.bench.intervals import Interval
 from dflash_trt.bench.speedup import SideReport
 from dflash_trt.bench.throughput import PolicyReport
 from tests.distinct import Distinct
@@ -58,6 +60,19 @@ def test_a_curve_of_each_drafter_has_its_fractions_between_their_bounds() -> Non
             [*(f"{100 * x:.0f}%" for x in found.by_position), f"{found.length:.2f}"] for found in groups if found
         ]
         assert shown == expected
+
+
+def test_maps_of_drafters_share_the_width_by_their_positions() -> None:
+    distinct = Distinct()
+    nothing: dict[str, Any] = {"acceptance_by_category": {}, "acceptance_by_context_len": {}}
+    reports = []
+    for num in (2, 6):
+        bounds = (Interval(low=0.25, high=0.75),) * num
+        found = distinct.of(Acceptance, by_position=(0.5,) * num, by_position_interval=bounds)
+        reports.append(distinct.of(SideReport, name=str(num), acceptance=found, **nothing))
+    _, first, second = (axes.get_position() for axes in acceptance_figure.canvas_of(reports, ()).axes)
+    assert 0 < first.x0 < first.x1 < second.x0 < second.x1 < 1
+    assert second.width == pytest.approx(3 * first.width) and first.width + second.width > 0.6
 
 
 def _rgb(colour: str) -> list[float]:

@@ -110,6 +110,13 @@ def test_ranks_with_requests_of_their_own_know_each_others_rows_on_every_side() 
         assert {half for halves in of_steps for half in halves} == {0, 1} and all(len(step) == 1 for step in of_steps)
 
 
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_side_runs_as_many_requests_at_a_time_as_it_was_told(concurrency: int) -> None:
+    executor = make_executor(make_limits(num_pages=80, max_num_tokens=99))
+    sides_over(executor).run(work(ignore_eos=True) * 6, concurrency=concurrency)
+    assert max(len(batch.requests) for batch in executor.batches) == concurrency
+
+
 def test_requests_end_at_their_own_stop_tokens() -> None:
     reports = sides_over(make_executor()).run(work(stop_token_ids=tuple(range(VOCAB_SIZE))), concurrency=1)
     assert [report.num_output_tokens for report in reports.values()] == [1, 1]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,6 +128,21 @@ def test_rates_are_what_is_moved_and_multiplied_over_the_time_that_it_takes(monk
     assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [1.0] * 4
     monkeypatch.setattr(rates, "flops_per_s", lambda rows: 2.0 if rows == 4 else float(rows > 2))
     assert [rates.by_rows()[rows] for rows in (1, 2, 4, 256)] == [0.0, 0.0, 2.0, 2.0], "never less for more rows"
+
+
+@pytest.mark.parametrize(("library", "bits"), [(None, None), ("kernels", 16)])
+def test_a_machine_file_says_what_was_measured_on_what(library, bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate beyond all caches is the machine's; plain weights have 16 bits where the CPU kernels read them."""
+    monkeypatch.setattr(machine, "copy_rates", lambda device: {2: 30.0, 8: 10.0, 4: 20.0})
+    monkeypatch.setattr(machine, "cpu_library", lambda: library)
+    monkeypatch.setattr(machine, "total_memory_bytes", lambda: 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    rates = SimpleNamespace(peaks=lambda: {32: 5.0})
+    found = machine._measured("n", CPU, rates)  # type: ignore[arg-type]
+    assert (found.name, found.memory_bytes, found.compute_capability, found.costs) == ("n", 64, None, None)
+    assert (found.copy_bytes_per_s, found.copy_bytes_per_s_by_working_set_bytes[4]) == (10.0, 20.0)
+    assert (found.plain_weight_bits, found.peak_flops_per_s_by_operand_bits) == (bits, {32: 5.0})
+    assert found.how.endswith(f" on cpu, 3 thread(s), CPU kernels: {library is not None}")
 
 
 def test_a_time_is_the_median_of_calls_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

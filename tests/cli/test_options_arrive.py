@@ -311,10 +311,7 @@ MEASUREMENTS = [
         ("speedup", "dflash_trt.bench.speedup", "compare"),
         [
             *("--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"),
-            "--temperature",
-            "0.5",
-            "--temperature",
-            "0",
+            *("--temperature", "0.5", "--temperature", "0", "--temperature", "0.5"),  # each once
         ],
         {
             "sampling": SamplingParams(max_new_tokens=9, ignore_eos=True),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from dflash_trt.bench.comparison import Comparison, Gate
@@ -21,7 +22,9 @@ from dflash_trt.bench.throughput import PolicyReport
 from dflash_trt.cli import build, eval, inspect, plan, plan_advice
 from dflash_trt.cli.bench_report import gate_lines
 from dflash_trt.cli.report import RunSummary, summary_lines
+from dflash_trt.demo import PROMPTS
 from tests.cli.conftest import Invoke
+from tests.cli.test_help import COMMANDS
 from tests.cli.test_inspect import RECORD
 from tests.distinct import Distinct
 from tests.factories import make_target
@@ -155,6 +158,17 @@ def test_host(bench, monkeypatch) -> None:
     monkeypatch.setattr("dflash_trt.bench.host.measure_host", measured)
     words = ["--requests", 3, "--requests", 5, "--ranks", 2, "--steps", 7]
     check("bench_host", bench("host", *words) + bench("host", *words, "--json"))
+
+
+def test_defaults() -> None:
+    """Of every option that has one; values that follow from an engine are in the help."""
+    shown = [
+        f"{name} {option.opts[0]}: {option.default}".replace(f"{PROMPTS.parents[2]}/", "")
+        for name, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option, click.Option) and option.default and "UNSET" not in repr(option.default)
+    ]
+    check("defaults", "\n".join(shown))
 
 
 def test_comparisons(capsys) -> None:
