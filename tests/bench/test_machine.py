@@ -156,6 +156,13 @@ def test_a_time_is_the_median_of_calls_after_one_to_warm_up(monkeypatch: pytest.
     assert machine_rates.seconds_of(run, CPU, num_times=1) == 5.0
 
 
+def test_one_thread_is_timed_by_what_it_computes_and_several_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "time", SimpleNamespace(thread_time=lambda: 1.0, perf_counter=lambda: 2.0))
+    for num_threads, clock in ((1, 1.0), (2, 2.0), (3, 2.0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
+        assert machine_rates.clock_of_cpu() == clock
+
+
 def test_errors_of_the_model_are_over_what_was_measured() -> None:
     times = probes(dict.fromkeys(COSTS, 0.0))[:2]
     costs = MACHINE.costs.model_copy(update={"step_s": 1.0})

@@ -1,6 +1,7 @@
 """`dflash-trt plan --gpus`: the choice, its costs, the commands that it prints, and refusals."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.cli.build import merged_config
 from dflash_trt.cli.main import cli
 from dflash_trt.cli.plan import _NOT_OF_PLANS
-from dflash_trt.cli.plan_advice import BuildCommand
+from dflash_trt.cli.plan_advice import BuildCommand, _distinct
 from dflash_trt.core.draft_lengths import draft_lengths
 from dflash_trt.plan.planning import plan_engine
 from dflash_trt.simulation.advice import Choice
@@ -142,6 +143,35 @@ def test_a_throughput_is_reached_with_the_most_for_each_user(pair, invoke) -> No
     together = [choice for choice in choices if choice["has_drafter"] and not choice["num_prefill_workers"]]
     speeds = [choice["tok_per_s_per_user"] for choice in together]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] > most["tok_per_s_per_user"]
+
+
+def test_alternatives_are_the_best_of_each_layout_and_of_each_format() -> None:
+    def choice(name: str, weights: str | None = None, *, drafts: bool = True, prefill: int = 0) -> Any:
+        layout = SimpleNamespace(name=name, format=weights, has_drafter=drafts, num_prefill_workers=prefill)
+        return SimpleNamespace(layout=layout, words=f"{name} {weights} {drafts} {prefill}")
+
+    best = [choice("a", "fp8"), choice("a"), choice("b", "fp8"), choice("b"), choice("a", "fp8", drafts=False)]
+    assert _distinct(best) == [best[0], best[1], best[2], best[4]]
+    assert _distinct(best[::-1]) == [best[4], best[3], best[1]], "fp8 without a drafter, then each layout's best"
+    apart = [choice(name, "fp8", prefill=2) for name in "cd"]
+    assert _distinct([*apart, *best]) == [apart[0], best[0], best[1], best[2], best[4]]
+    many = [choice(name) for name in "abcdefgh"]
+    plain = [choice(name, drafts=False) for name in "abc"]
+    assert _distinct([*many, *plain]) == [*many[:4], *plain[:2]]
+    assert _distinct([*apart, *many, *plain]) == [apart[0], *many[:3], *plain[:2]]
+    assert _distinct([choice(name, drafts=False) for name in "abcdefgh"])[-1].layout.name == "f"
+
+
+def test_a_refusal_names_what_is_reached_and_nothing_beyond_it(pair, invoke) -> None:
+    told = invoke("plan", *pair, *NODE, "--ttft", 1e-3).stderr
+    numbers = re.search(r"at most (\d+) tok/s, and a first token in ([\d.]+) ms at best.* at most (\d+) tok/s", told)
+    assert numbers is not None, told
+    for option, number, within in zip(
+        ("--per-user", "--ttft", "--throughput"), numbers.groups(), (-1, 1, -1), strict=True
+    ):
+        for side, is_reached in ((within, True), (-within, False)):
+            result = invoke("plan", *pair, *NODE, option, float(number) * (1 + 0.05 * side))
+            assert (result.exit_code == 0) == is_reached, (option, number, side)
 
 
 def test_the_sensitivity_begins_from_the_choice(pair, invoke) -> None:
