@@ -2,9 +2,10 @@
 // Level Matrix Instructions" (wgmma).
 //
 // A product of one instruction is summed in double and rounded once with the accumulator. The hardware documents neither
-// the order nor the width of its sums.
+// the order nor the width of its sums. Sums of integers are exact, and wrap around or saturate in 32 bits.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "decode.h"
 #include "matrix_formats.h"
@@ -65,8 +66,13 @@ void decode_stmatrix(Decoder& decoder) {
     decoder.instruction().run = store_matrices;
 }
 
-// D[16, N] = A[16, K] B[K, N] + C, row-major; B with rows of `columns`.
-void multiply(const float* a, const float* b, float* c, int n, int k) {
+int32_t as_int32(double sum, bool saturates) {
+    return static_cast<int32_t>(static_cast<int64_t>(saturates ? std::clamp(sum, -2147483648.0, 2147483647.0) : sum));
+}
+
+// D[16, N] = A[16, K] B[K, N] + C, row-major; B with rows of `columns`. Sum: float or int32_t.
+template <class Sum>
+void multiply(const float* a, const float* b, Sum* c, int n, int k, bool saturates) {
     double sums[256];
     for (int row = 0; row < 16; ++row) {
         std::fill(sums, sums + n, 0.0);
@@ -74,7 +80,11 @@ void multiply(const float* a, const float* b, float* c, int n, int k) {
             const double factor = a[row * k + i];
             for (int column = 0; column < n; ++column) sums[column] += factor * b[i * n + column];
         }
-        for (int column = 0; column < n; ++column) c[row * n + column] = static_cast<float>(sums[column] + c[row * n + column]);
+        for (int column = 0; column < n; ++column) {
+            const double sum = sums[column] + c[row * n + column];
+            if constexpr (std::is_same_v<Sum, float>) c[row * n + column] = static_cast<float>(sum);
+            else c[row * n + column] = as_int32(sum, saturates);
+        }
     }
 }
 
@@ -91,12 +101,14 @@ void read_a(Warp& warp, const Use* uses, size_t num_uses, int64_t element, int k
     }
 }
 
-// ---- mma.sync: from: A, B, C. n: element of A, of B, K, registers of A, of B.
+// ---- mma.sync: from: A, B, C. n: element of A, of B, K, registers of A, of B, saturates.
+template <class Sum>
 void mma(Warp& warp, const Instruction& instruction, Mask active) {
     if (active != kAll) throw Fault("mma by a part of a warp");
     const int k = static_cast<int>(instruction.n[2]);
     const size_t num_a = static_cast<size_t>(instruction.n[3]), num_b = static_cast<size_t>(instruction.n[4]);
-    float a[16 * 32], b[32 * 8], c[16 * 8];
+    float a[16 * 32], b[32 * 8];
+    Sum c[16 * 8];
     read_a(warp, instruction.from.data(), num_a, instruction.n[0], k, a);
     const int per = 32 / bits_of(instruction.n[1]);
     for (size_t i = 0; i < num_b; ++i) {
@@ -107,11 +119,11 @@ void mma(Warp& warp, const Instruction& instruction, Mask active) {
     }
     for (size_t i = 0; i < 4; ++i)
         for (int lane = 0; lane < kLanes; ++lane)
-            c[(lane / 4 + 8 * static_cast<int>(i / 2)) * 8 + lane % 4 * 2 + static_cast<int>(i % 2)] = warp.get<float>(instruction.from[num_a + num_b + i], lane);
-    multiply(a, b, c, 8, k);
+            c[(lane / 4 + 8 * static_cast<int>(i / 2)) * 8 + lane % 4 * 2 + static_cast<int>(i % 2)] = warp.get<Sum>(instruction.from[num_a + num_b + i], lane);
+    multiply(a, b, c, 8, k, instruction.n[5] != 0);
     for (size_t i = 0; i < 4; ++i)
         for (int lane = 0; lane < kLanes; ++lane)
-            warp.put<float>(instruction.to[i], lane, c[(lane / 4 + 8 * static_cast<int>(i / 2)) * 8 + lane % 4 * 2 + static_cast<int>(i % 2)]);
+            warp.put<Sum>(instruction.to[i], lane, c[(lane / 4 + 8 * static_cast<int>(i / 2)) * 8 + lane % 4 * 2 + static_cast<int>(i % 2)]);
 }
 
 std::array<int, 3> shape_of(const Decoder& decoder) {
@@ -126,7 +138,8 @@ void decode_mma(Decoder& decoder) {
     const auto& opcode = decoder.statement().opcode;
     const auto [m, n, k] = shape_of(decoder);
     const std::string &d_type = opcode[opcode.size() - 4], &c_type = opcode.back();
-    if (m != 16 || n != 8 || !decoder.has("row") || !decoder.has("col") || d_type != "f32" || c_type != "f32" || decoder.has("sp") || decoder.has("block_scale")) decoder.refuse();
+    const bool is_integer = d_type == "s32";
+    if (m != 16 || n != 8 || !decoder.has("row") || !decoder.has("col") || d_type != c_type || (d_type != "f32" && !is_integer) || decoder.has("sp") || decoder.has("block_scale")) decoder.refuse();
     Instruction& instruction = decoder.instruction();
     decoder.to_all(0, 32);
     decoder.from_all(1, 32);
@@ -134,10 +147,11 @@ void decode_mma(Decoder& decoder) {
     decoder.from_all(2, 32);
     const size_t num_b = instruction.from.size() - num_a;
     decoder.from_all(3, 32);
-    instruction.n = {element_of(opcode[opcode.size() - 3]), element_of(opcode[opcode.size() - 2]), k, static_cast<int64_t>(num_a), static_cast<int64_t>(num_b)};
+    instruction.n = {element_of(opcode[opcode.size() - 3]), element_of(opcode[opcode.size() - 2]), k, static_cast<int64_t>(num_a), static_cast<int64_t>(num_b), decoder.has("satfinite")};
+    if ((instruction.n[0] == kS8Element) != is_integer || (instruction.n[1] == kS8Element) != is_integer) decoder.refuse("elements that do not fit the sums");
     if (static_cast<int>(num_a) * 2 * 32 / bits_of(instruction.n[0]) != k || num_b * 2 != num_a || instruction.to.size() != 4) decoder.refuse("registers that do not fit the shape");
     instruction.mixes_lanes = true;
-    instruction.run = mma;
+    instruction.run = is_integer ? mma<int32_t> : mma<float>;
 }
 
 // ---- wgmma
@@ -158,12 +172,14 @@ bool read_matrix(Warp& warp, uint64_t bits, int num_rows, int num_columns, int64
 
 // from: descriptor of B, A (registers or descriptor) [, scale of D]. n: element of A, of B, N, K, registers of A (0: a
 // descriptor), A is M-major, B is N-major, scale of D where it is a number (-1: in a register).
-void multiply_async(Warp& warp, const Product& product) {
+template <class Sum>
+void multiply_group(Warp& warp, const Product& product) {
     const Instruction& instruction = *product.instruction;
     const auto& n = instruction.n;
     const int columns = static_cast<int>(n[2]), k = static_cast<int>(n[3]);
     const size_t num_d = instruction.to.size(), num_a = static_cast<size_t>(n[4]);
-    float a[16 * 32], c[16 * 256];
+    float a[16 * 32];
+    Sum c[16 * 256];
     std::vector<float> b(static_cast<size_t>(k) * columns);
     bool is_defined = true;
     if (num_a) read_a(warp, &instruction.from[1], num_a, n[0], k, a);
@@ -171,13 +187,17 @@ void multiply_async(Warp& warp, const Product& product) {
     is_defined &= read_matrix(warp, product.b, columns, k, n[1], !n[6], 0, true, b.data());
     const auto place = [&](size_t i, int lane) { return (lane / 4 + 8 * static_cast<int>(i / 2 % 2)) * columns + 8 * static_cast<int>(i / 4) + lane % 4 * 2 + static_cast<int>(i % 2); };
     for (size_t i = 0; i < num_d; ++i)
-        for (int lane = 0; lane < kLanes; ++lane) c[place(i, lane)] = product.accumulates ? warp.get<float>(instruction.to[i], lane) : 0.0f;
-    multiply(a, b.data(), c, columns, k);
+        for (int lane = 0; lane < kLanes; ++lane) c[place(i, lane)] = product.accumulates ? warp.get<Sum>(instruction.to[i], lane) : Sum{};
+    multiply(a, b.data(), c, columns, k, false);
     for (size_t i = 0; i < num_d; ++i)
-        for (int lane = 0; lane < kLanes; ++lane) warp.put<float>(instruction.to[i], lane, c[place(i, lane)]);
+        for (int lane = 0; lane < kLanes; ++lane) warp.put<Sum>(instruction.to[i], lane, c[place(i, lane)]);
     if (is_defined) return;
     warp.undefined = kAll;
     for (const uint32_t word : instruction.written) warp.defined[word] = 0;
+}
+
+void multiply_async(Warp& warp, const Product& product) {
+    (product.instruction->n[0] == kS8Element ? multiply_group<int32_t> : multiply_group<float>)(warp, product);
 }
 
 void mark(Warp& warp, const Instruction& instruction, bool is_in_flight) {
@@ -234,9 +254,11 @@ void decode_wgmma(Decoder& decoder) {
         return;
     }
     const auto [m, n, k] = shape_of(decoder);
-    const auto type = std::find(opcode.begin(), opcode.end(), "f32");
-    if (m != 64 || type == opcode.end() || opcode.end() - type != 3 || decoder.has("sp") || n > 256 || k > 32) decoder.refuse();
+    const bool is_integer = decoder.has("s32");
+    const auto type = std::find(opcode.begin(), opcode.end(), is_integer ? "s32" : "f32");
+    if (m != 64 || type == opcode.end() || opcode.end() - type != 3 || decoder.has("sp") || decoder.has("satfinite") || n > 256 || k > 32) decoder.refuse();
     const Element a_element = element_of(*(type + 1)), b_element = element_of(*(type + 2));
+    if ((a_element == kS8Element) != is_integer || (b_element == kS8Element) != is_integer) decoder.refuse("elements that do not fit the sums");
     decoder.to_all(0, 32);
     const size_t num_d = instruction.to.size();
     if (static_cast<int>(num_d) != n / 2) decoder.refuse("registers that do not fit the shape");
@@ -248,7 +270,7 @@ void decode_wgmma(Decoder& decoder) {
     int64_t scale_number = -1;
     if (scale.kind == Operand::Kind::kNumber) scale_number = scale.number != 0;
     else decoder.from(3, 1);
-    for (size_t i = 4; i < 6; ++i)
+    for (size_t i = 4; i < (is_integer ? 4 : 6); ++i)  // integers are not negated
         if (decoder.operand(i).number != 1) decoder.refuse("a product of negated matrices");
     const bool has_majors = bits_of(a_element) == 16;
     const auto major = [&](size_t from_the_end) { return static_cast<int64_t>(decoder.operand(decoder.num_operands() - from_the_end).number); };

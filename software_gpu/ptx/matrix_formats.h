@@ -10,10 +10,10 @@
 
 namespace software_gpu {
 
-enum Element : int64_t { kTf32Element, kHalfElement, kBfloatElement, kE4m3Element, kE5m2Element, kE2m1Element };
+enum Element : int64_t { kTf32Element, kHalfElement, kBfloatElement, kE4m3Element, kE5m2Element, kE2m1Element, kS8Element };
 
 inline Element element_of(const std::string& word) {
-    static const std::map<std::string, Element> kElements = {{"tf32", kTf32Element}, {"f16", kHalfElement}, {"bf16", kBfloatElement}, {"e4m3", kE4m3Element}, {"e5m2", kE5m2Element}};
+    static const std::map<std::string, Element> kElements = {{"tf32", kTf32Element}, {"f16", kHalfElement}, {"bf16", kBfloatElement}, {"e4m3", kE4m3Element}, {"e5m2", kE5m2Element}, {"s8", kS8Element}};
     const auto found = kElements.find(word);
     if (found == kElements.end()) throw Fault("no such element of a matrix: " + word);
     return found->second;
@@ -40,6 +40,7 @@ inline float element_value(uint32_t bits, int64_t element) {
         case kBfloatElement: return Bfloat16{static_cast<uint16_t>(bits)}.value();
         case kE4m3Element: return e4m3_value(bits);
         case kE2m1Element: return kE2m1.value(bits & 0xf);
+        case kS8Element: return static_cast<int8_t>(bits);
         default: return e5m2_value(static_cast<uint8_t>(bits));
     }
 }

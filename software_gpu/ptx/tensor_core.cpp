@@ -1,5 +1,5 @@
 // PTX ISA, "TensorCore 5th Generation Matrix Multiply and accumulate Operations" and "Async Synchronization Operations":
-// tcgen05.mma and tcgen05.commit of one block (.cta_group::1), dense matrices, sums in float32.
+// tcgen05.mma and tcgen05.commit of one block (.cta_group::1), dense matrices, sums in float32 or int32.
 //
 // When a product is issued, it is checked against everything that must come before; it is computed at once, or when its
 // commit is waited for. A product is summed in double and rounded once with the accumulator, as in matrix.cpp.
@@ -12,7 +12,7 @@ namespace software_gpu {
 namespace {
 
 using Access = TensorMemory::Access;
-enum Kind : int64_t { kTf32, kF16, kF8f6f4, kMxf8f6f4, kMxf4, kMxf4nvf4 };
+enum Kind : int64_t { kTf32, kF16, kF8f6f4, kI8, kMxf8f6f4, kMxf4, kMxf4nvf4 };
 // Of TensorCoreWork::values.
 enum Value { kD, kA, kB, kDescriptor, kScaleA, kScaleB };
 
@@ -45,8 +45,8 @@ struct Shape {
             a_byte = field(29, 2);
             if (field(31, 1)) throw Fault("a product with another K");
             if (is_ue8m0 != (kind != kMxf4nvf4 || scales == 2) && !(kind == kMxf4nvf4 && scales == 4)) throw Fault("no such type of scales for this product");
-        } else if (field(4, 2) != 1) {
-            throw Fault("a product with sums that are not of float32");
+        } else if (field(4, 2) != (kind == kI8 ? 2 : 1)) {
+            throw Fault("a product with sums that are neither of float32 nor, of integers, of int32");
         }
         if ((m != 128 && (m != 64 || is_scaled)) || n < 8 || n > 256) throw Fault("a product of " + std::to_string(m) + " by " + std::to_string(n));
         if ((is_a_m_major || is_b_n_major) && (is_mxf4 || kind == kTf32)) throw Fault("a transposed matrix of this type");
@@ -57,6 +57,7 @@ struct Shape {
         if (kind == kTf32 && code == 2) return kTf32Element;
         if (kind == kF16 && code < 2) return code ? kBfloatElement : kHalfElement;
         if ((kind == kF8f6f4 || kind == kMxf8f6f4) && code < 2) return code ? kE5m2Element : kE4m3Element;
+        if (kind == kI8 && code == 1) return kS8Element;
         if (kind >= kMxf4 && code == 1) return kE2m1Element;
         throw Fault("no such element of a matrix: " + std::to_string(code));
     }
@@ -134,9 +135,10 @@ void accumulate(TensorMemory& memory, const TensorCoreWork& work, const Shape& s
         const uint32_t lane = lane_of(row, shape.m, first_lane(work.values[kD], shape.m));
         for (int i = 0; i < shape.n; ++i) {
             const uint32_t column = static_cast<uint32_t>(work.values[kD] & 0xffff) + i;
-            const float before = work.accumulates ? std::bit_cast<float>(memory.read(lane, column)) : 0.0f;
+            const uint32_t before = work.accumulates ? memory.read(lane, column) : 0;
             const bool is_undefined = a.is_undefined[row] || b.is_undefined[i] || (work.accumulates && memory.is_undefined(lane, column));
-            memory.write(lane, column, std::bit_cast<uint32_t>(static_cast<float>(sums[i] + before)), is_undefined);
+            const uint32_t sum = shape.a_element == kS8Element ? before + static_cast<uint32_t>(static_cast<int64_t>(sums[i])) : std::bit_cast<uint32_t>(static_cast<float>(sums[i] + std::bit_cast<float>(before)));
+            memory.write(lane, column, sum, is_undefined);
         }
     }
 }
@@ -234,7 +236,7 @@ void commit(Warp& warp, const Instruction& instruction, Mask active) {
 }
 
 void decode_mma(Decoder& decoder) {
-    static const std::map<std::string, Kind> kKinds = {{"kind::tf32", kTf32}, {"kind::f16", kF16}, {"kind::f8f6f4", kF8f6f4}, {"kind::mxf8f6f4", kMxf8f6f4}, {"kind::mxf4", kMxf4}, {"kind::mxf4nvf4", kMxf4nvf4}};
+    static const std::map<std::string, Kind> kKinds = {{"kind::tf32", kTf32}, {"kind::f16", kF16}, {"kind::f8f6f4", kF8f6f4}, {"kind::i8", kI8}, {"kind::mxf8f6f4", kMxf8f6f4}, {"kind::mxf4", kMxf4}, {"kind::mxf4nvf4", kMxf4nvf4}};
     static const std::map<std::string, int64_t> kScales = {{"scale_vec::1X", 1}, {"scale_vec::2X", 2}, {"scale_vec::4X", 4}, {"block_scale", 0}, {"cta_group::1", 0}};
     Instruction& instruction = decoder.instruction();
     int64_t kind = -1, scales = 0;

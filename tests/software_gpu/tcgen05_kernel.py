@@ -19,6 +19,7 @@ F16: Final = ("kind::f16", 1 << 4 | 8 << 24)
 BF16: Final = ("kind::f16", 1 << 4 | 1 << 7 | 1 << 10 | 8 << 24)
 TF32: Final = ("kind::tf32", 1 << 4 | 2 << 7 | 2 << 10 | 8 << 24)
 E4M3: Final = ("kind::f8f6f4", 1 << 4 | 8 << 24)
+I8: Final = ("kind::i8", 2 << 4 | 1 << 7 | 1 << 10 | 8 << 24)
 NVFP4: Final = ("kind::mxf4nvf4.block_scale.scale_vec::4X", 1 << 7 | 1 << 10 | 1 << 27)
 MXFP8: Final = ("kind::mxf8f6f4.block_scale.scale_vec::1X", 1 << 23 | 1 << 27)
 
