@@ -106,8 +106,17 @@ def test_a_cpu_names_a_format_whose_activations_it_cannot_quantize(target, monke
 @pytest.mark.parametrize("backend", ["torch", "cuda", "tensorrt"])
 def test_every_format_is_computed_by_every_backend(target, monkeypatch, backend, name) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    expected = ["linear layers"] if name == "int8" and backend != "torch" else []  # a CPU's alone so far
+    expected = ["linear layers"] if name == "int8" and backend == "tensorrt" else []
     assert subjects(backend, target, QuantizationSpec(linears={"target.layers.0.qkv": name})) == expected
+
+
+def test_experts_in_int8_are_refused_by_name_where_no_kernel_has_them(target, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    quantization = QuantizationSpec(linears={"target.layers.0.qkv": "int8", "target.layers.0.experts.down": "int8"})
+    (message,) = backend_of("cuda").unsupported(target, None, quantization, ALONE)
+    assert "found int8 (no GPU kernel yet) in target.layers.0.experts.down and 0 more. Set experts to one" in message
+    assert "int8" not in message.partition(" or unquantized weights of experts on a GPU")[0]
+    assert subjects("torch", target, quantization) == []
 
 
 def test_a_gpu_names_a_weight_only_format_without_a_kernel(target, monkeypatch) -> None:

@@ -12,6 +12,9 @@ from dflash_trt.kernels.experts_launch import (
     gate_up_constants,
     product_warps,
 )
+from dflash_trt.kernels.int8_linear import int8_linear_kernel
+from dflash_trt.kernels.int8_linear_launch import NUM_STAGES as INT8_STAGES
+from dflash_trt.kernels.int8_linear_launch import Int8Matrix, int8_linear_constants, num_warps, tile_of
 from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_linear_launch import NUM_STAGES as LINEAR_STAGES
@@ -25,7 +28,7 @@ from plugins.aot.variant import KernelVariant, pointer
 HIDDEN = FFN = 2880
 FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4}
 F, FLOATS, INTS, BYTES = (pointer(dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int8))
-E4M3 = pointer(torch.float8_e4m3fn)
+E4M3, INT8 = pointer(torch.float8_e4m3fn), pointer(torch.int8)
 BYTES = BYTES.replace("i8", "u8")
 
 
@@ -120,6 +123,31 @@ def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -
         num_warps=LINEAR_WARPS,
         num_stages=LINEAR_STAGES,
         grid=("1", "64", "1"),
+    )
+
+
+def int8_variant(num_rows: int) -> KernelVariant:
+    scale = torch.empty(4096, device="meta")
+    weight = Int8Matrix(
+        codes=torch.empty((4096, 4096), dtype=torch.int8, device="meta"), weight_scale=scale, bias=scale
+    )
+    tokens, features = tile = tile_of(num_rows)
+    return KernelVariant(
+        name=f"int8_linear_t{tokens}",
+        kernel=int8_linear_kernel,
+        signature={
+            "x": INT8,
+            "x_scale": FLOATS,
+            "codes": INT8,
+            "weight_scale": FLOATS,
+            "bias": F,
+            "out": F,
+            "num_rows": "i32",
+        },
+        constexprs=int8_linear_constants(weight, tile=tile),
+        num_warps=num_warps(features),
+        num_stages=INT8_STAGES,
+        grid=("1", "1", "1"),
     )
 
 

@@ -12,6 +12,7 @@ from dflash_trt.backends.cuda.experts import prepare_device_experts, run_device_
 from dflash_trt.backends.cuda.linear import (
     ACTIVATIONS,
     WEIGHT_ONLY,
+    DeviceInt8Weight,
     DevicePackedWeight,
     Plain,
     apply_device_linear,
@@ -93,7 +94,7 @@ def make_linear(format_name: str | None, dtype: torch.dtype, input_amax: Sequenc
 def test_a_linear_with_fixed_tiles_depends_on_no_other_row(format_name: str | None, dtype: torch.dtype) -> None:
     linear, x = make_linear(format_name, dtype), random(NUM_ROWS, IN, dtype=dtype).to(DEVICE)
     fixed, usual = prepare_fixed_linear(linear, dtype), prepare_device_linear(linear, dtype)
-    assert isinstance(fixed.weight, DevicePackedWeight)
+    assert isinstance(fixed.weight, DeviceInt8Weight if format_name == "int8" else DevicePackedWeight)
     assert changed_rows(lambda rows: apply_device_linear(Plain(rows), fixed), x) == []
     expected = apply_device_linear(Plain(x), usual)
     torch.testing.assert_close(

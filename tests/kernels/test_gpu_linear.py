@@ -10,6 +10,7 @@ from dflash_trt.backends.cuda.linear import (
     ACTIVATIONS,
     WEIGHT_ONLY,
     DeviceFp8Weight,
+    DeviceInt8Weight,
     DevicePackedWeight,
     Plain,
     apply_device_linear,
@@ -20,7 +21,7 @@ from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import dequantize as dequantized
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.formats.registry import weight_formats
-from dflash_trt.kernels import packed_linear_launch, row_codes_launch
+from dflash_trt.kernels import int8_linear_launch, packed_linear_launch, row_codes_launch
 from dflash_trt.network.ops import Linear
 from tests.kernels_on import KERNELS_ON
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
@@ -62,12 +63,12 @@ def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, ar
     weight, x = quantized_weight(weight_format, input_amax=input_amax, are_equal=are_equal), activations()
     prepared, found = run(weight, x, device)
     assert relative(found, defined_output(x, weight, weight_format)) < SUM_TOLERANCE
-    kind = DeviceFp8Weight if weight_format == "fp8" else DevicePackedWeight
+    kind = {"fp8": DeviceFp8Weight, "int8": DeviceInt8Weight}.get(weight_format, DevicePackedWeight)
     assert isinstance(prepared, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("weight_format", [name for name in FORMATS if not known_format(name).has_input_scale])
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if known_format(name).is_weight_only])
 def test_a_loop_over_many_inputs_computes_the_definition(weight_format, dtype, device):
     """Long enough that loads and products of several rounds are on their way at once; all codes of a format occur."""
     if dtype == torch.bfloat16 and KERNELS_ON == "interpreter":
@@ -155,6 +156,8 @@ class Launches:
 def test_a_layer_takes_one_gemm_and_one_quantization_without_a_word_to_the_host(weight_format, monkeypatch):
     gemm, quantizations = Launches(), Launches()
     monkeypatch.setattr(packed_linear_launch, "packed_linear_kernel", gemm)
+    monkeypatch.setattr(int8_linear_launch, "int8_linear_kernel", gemm)
+    monkeypatch.setattr(int8_linear_launch, "token_codes_kernel", quantizations)
     monkeypatch.setattr(row_codes_launch, "quantize_rows_kernel", quantizations)
     monkeypatch.setattr(row_codes_launch, "quantize_fp8_kernel", quantizations)
     prepared = prepare_device_linear(Linear(weight=quantized_weight(weight_format, are_equal=True)), torch.bfloat16)
@@ -166,7 +169,7 @@ def test_a_layer_takes_one_gemm_and_one_quantization_without_a_word_to_the_host(
         with pytest.raises(AssertionError):  # the negative control
             x * torch.ones(())
     assert gemm.count + scaled_mms == 1
-    assert quantizations.count == known_format(weight_format).has_input_scale
+    assert quantizations.count == (not known_format(weight_format).is_weight_only)
 
 
 def on_meta(value):

@@ -96,7 +96,7 @@ def test_a_changed_scale_is_noticed(tmp_path: Path, device: torch.device) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_codes")
-@pytest.mark.parametrize("weight_format", [None, "fp8", "nvfp4_w4a16"])
+@pytest.mark.parametrize("weight_format", [None, "fp8", "int8", "nvfp4_w4a16"])
 def test_fp8_pages_of_layers_that_share_them_give_the_tokens_of_plain_pytorch(
     tmp_path: Path, device: torch.device, weight_format: str | None
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
+    experts_of,
     latent_problems,
     recurrent_problems,
     unsupported_formats,
@@ -126,14 +127,22 @@ def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
 
 def format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
     from dflash_trt.backends.cuda.linear import ACTIVATIONS, WEIGHT_ONLY
+    from dflash_trt.backends.cuda.packed import FORMS
     from dflash_trt.formats.registry import weight_format
 
     yield from unsupported_formats(
         quantization,
-        lambda known: known.weight_type in (ACTIVATIONS if known.has_input_scale else WEIGHT_ONLY),
+        lambda known: known.weight_type in (WEIGHT_ONLY if known.is_weight_only else ACTIVATIONS),
         where=" on a GPU",
         why=" (no GPU kernel yet)",
         hint='Run this engine with device "cpu".',
+    )
+    yield from unsupported_formats(
+        experts_of(quantization),
+        lambda known: known.weight_type in FORMS,
+        where=" of experts on a GPU",
+        why=" (no GPU kernel yet)",
+        hint='Set experts to one of these formats, or run this engine with device "cpu".',
     )
     for name in sorted(set(quantization.linears.values())):
         known = weight_format(name)

@@ -2,8 +2,8 @@
 
 Plain weights stay as they are. Others stay packed, one GEMM per run of segments that share their activations: FP8 in
 PyTorch's FP8 GEMM, with sums as the tensor cores keep them, NVFP4 with quantized activations in its block-scaled GEMM,
-the rest, and sizes that those do not take, in a kernel of ours. Formats: `formats/base.py`. Works on a CPU too, where
-PyTorch emulates the FP8 GEMM.
+INT8 in a kernel of ours with exact sums, the rest, and sizes that those do not take, in another one. Formats:
+`formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
 
 A GEMM of PyTorch's chooses its kernel, and with it the order of a sum, by the number of rows. Layers with fixed tiles
 are all computed in our kernel.
@@ -18,18 +18,20 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.nvfp4 import BlockScaledMatrix, block_scaled_linear, block_scaled_matrix
-from dflash_trt.backends.cuda.packed import FORMS, packed_matrix, parts_of_one_input
+from dflash_trt.backends.cuda.packed import FORMS, dense, packed_matrix, parts_of_one_input
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.kernels import launch_rules, row_codes
+from dflash_trt.kernels.int8_linear_launch import Int8Matrix, int8_linear
 from dflash_trt.kernels.packed_linear_launch import packed_linear, packed_linear_of_codes
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
 
-ACTIVATIONS: Final = (Fp8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
+ACTIVATIONS: Final = (Fp8Weight, Int8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
 WEIGHT_ONLY: Final = tuple(FORMS)  # classes that stay quantized in the GPU's memory under unquantized activations
 
 
@@ -74,6 +76,13 @@ class DeviceFp8Weight(QuantizedWeight[Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceInt8Weight(QuantizedWeight[Tensor]):
+    """Any tile gives the same bits."""
+
+    matrix: Int8Matrix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePackedWeight(QuantizedWeight[Tensor]):
     """Weights as a GEMM reads them; each run of segments with the same activations is one."""
 
@@ -87,6 +96,8 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight) or is_of_experts(weight):
         return linear
+    if isinstance(weight, Int8Weight):
+        return _int8_linear(linear, weight)
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
     parts = parts_of_one_input(linear, weight)
@@ -103,6 +114,8 @@ def prepare_fixed_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[T
         )
     elif is_of_experts(weight):
         return linear
+    elif isinstance(weight, Int8Weight):
+        return _int8_linear(linear, weight)
     else:
         matrices = tuple(packed_matrix(part) for part in parts_of_one_input(linear, weight))
         prepared = DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype, has_fixed_tiles=True)
@@ -112,6 +125,8 @@ def prepare_fixed_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[T
 def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tensor:
     """[N, in] -> [N, out], without a word to the host."""
     weight = linear.weight
+    if isinstance(weight, DeviceInt8Weight):
+        return int8_linear(activation.value().contiguous(), weight.matrix)
     if isinstance(weight, DeviceFp8Weight):
         return _apply_fp8(activation, weight, linear.bias)
     if isinstance(weight, DevicePackedWeight):
@@ -138,6 +153,16 @@ def _has_fp8_gemm(codes: Tensor) -> bool:
     if codes.shape[0] % 16 or codes.shape[1] % 16:
         return False  # cuBLASLt's alignment
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= FP8_GEMM_CAPABILITY
+
+
+def _int8_linear(linear: Linear[Tensor], weight: Int8Weight[Tensor]) -> Linear[Tensor]:
+    matrix = Int8Matrix(
+        codes=dense(weight.codes),
+        weight_scale=dense(weight.weight_scale),
+        bias=None if linear.bias is None else dense(linear.bias),
+    )
+    matrix.check()
+    return replace(linear, weight=DeviceInt8Weight(segments=weight.segments, matrix=matrix))
 
 
 def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weight:

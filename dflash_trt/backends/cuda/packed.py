@@ -37,16 +37,16 @@ def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
         ValueError: no kernel reads such a tensor.
     """
     weight = linear.weight
-    bias = None if linear.bias is None else _dense(linear.bias)
+    bias = None if linear.bias is None else dense(linear.bias)
     if not isinstance(weight, QuantizedWeight):
-        matrix = PackedMatrix(form=PLAIN, codes=_dense(weight), bias=bias)
+        matrix = PackedMatrix(form=PLAIN, codes=dense(weight), bias=bias)
     else:
         tensors = weight.tensors()
         block_scale = tensors.get("block_scale")
         matrix = PackedMatrix(
             form=FORMS[type(weight)],
-            codes=_dense(tensors["codes"]),
-            block_scale=None if block_scale is None else _dense(block_scale),
+            codes=dense(tensors["codes"]),
+            block_scale=None if block_scale is None else dense(block_scale),
             block_rows=_block_rows(weight),
             row_scale=_row_scale(weight),
             input_scale=_input_scale(weight),
@@ -90,7 +90,7 @@ def router_kind(moe: Moe) -> RouterKind:
     return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """As `check_tensor` wants it. A segment's rows may begin anywhere in the layer's tensor."""
     dense = tensor.contiguous()
     return dense.clone() if dense.data_ptr() % 16 else dense
@@ -100,7 +100,7 @@ def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..
     """The scales of weights and inputs together."""
     scale = None if weight.weight_scale is None else row_scale(weight)
     if weight.input_scale is None:
-        return None if scale is None else _dense(scale)
+        return None if scale is None else dense(scale)
     of_inputs = repeated_by_segment(weight.input_scale, weight.segments)
     return of_inputs if scale is None else scale * of_inputs
 
@@ -111,7 +111,7 @@ def _input_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [
         return None
     on_host = scale.cpu()
     is_shared = bool((on_host == on_host[..., :1]).all())
-    return _dense(scale[..., :1] if is_shared else scale)
+    return dense(scale[..., :1] if is_shared else scale)
 
 
 def _block_rows(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # int32 [out]

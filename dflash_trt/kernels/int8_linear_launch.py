@@ -1,0 +1,86 @@
+"""How the kernels of `int8_linear.py` are launched. Allocates their outputs."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.int8_linear import int8_linear_kernel, token_codes_kernel
+from dflash_trt.kernels.launching import FLOATS, check_tensor
+
+BLOCK: Final = 1024  # columns that a program of codes holds at once
+TILES: Final = ((16, 64), (32, 64), (64, 64), (128, 128))  # tokens x output features: for few rows and for many
+BLOCK_IN: Final = 128
+NUM_STAGES: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Matrix:
+    codes: Tensor  # int8 [out, in]
+    weight_scale: Tensor  # float32 [out]
+    bias: Tensor | None = None  # F [out]
+
+    def check(self) -> None:
+        """Raises ValueError for tensors that the kernel would misread."""
+        num_rows = self.codes.shape[0]
+        check_tensor("codes", self.codes, dtype=torch.int8, shape=[None, None])
+        check_tensor("weight_scale", self.weight_scale, dtype=torch.float32, shape=[num_rows])
+        if self.bias is not None:
+            check_tensor("bias", self.bias, dtype=FLOATS, shape=[num_rows])
+
+
+def int8_linear(x: Tensor, matrix: Int8Matrix) -> Tensor:  # F [N, in] -> F [N, out]
+    """x @ weight.T + bias, with x rounded to codes of its rows; a row's bits depend on the row alone."""
+    num_out, num_in = matrix.codes.shape
+    check_tensor("x", x, dtype=x.dtype, shape=[None, num_in])
+    codes, scales = token_codes(x)
+    out = torch.empty((len(x), num_out), dtype=x.dtype, device=x.device)
+    tokens, features = tile_of(len(x))
+    int8_linear_kernel[(-(-len(x) // tokens), -(-num_out // features))](
+        codes,
+        scales,
+        matrix.codes,
+        matrix.weight_scale,
+        scales if matrix.bias is None else matrix.bias,
+        out,
+        len(x),
+        **int8_linear_constants(matrix, tile=(tokens, features)),
+        num_warps=num_warps(features),
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:  # F [N, in] -> int8 [N, in], float32 [N]
+    """As `formats.int8.token_codes`."""
+    num_rows, num_columns = x.shape
+    codes = torch.empty((num_rows, num_columns), dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, device=x.device)
+    token_codes_kernel[(num_rows,)](
+        x, codes, scales, num_columns, BLOCK=BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=False
+    )
+    return codes, scales
+
+
+def tile_of(num_rows: int) -> tuple[int, int]:
+    """The smallest tile that holds all rows, or the largest there is."""
+    return next((tile for tile in TILES if tile[0] >= num_rows), TILES[-1])
+
+
+def num_warps(features: int) -> int:
+    """A warpgroup multiplies 64 features at once."""
+    return features // 16
+
+
+def int8_linear_constants(matrix: Int8Matrix, *, tile: tuple[int, int]) -> dict[str, int]:
+    num_out, num_in = matrix.codes.shape
+    return {
+        "IN": num_in,
+        "OUT_SIZE": num_out,
+        "HAS_BIAS": matrix.bias is not None,
+        "TOKENS": tile[0],
+        "OUT": tile[1],
+        "BLOCK_IN": BLOCK_IN,
+    }
