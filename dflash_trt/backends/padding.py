@@ -6,7 +6,7 @@ arithmetic over batches and limits.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepPlan
@@ -113,12 +113,14 @@ def verify_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     """The shape of a plan in an engine whose larger steps are not padded.
 
     One of `full_block_shapes` for verify blocks, full or not, if max_num_tokens has room for full ones, else its own
-    size.
+    size. Ranks with requests of their own have one shape, with as much of everything as the rank that has most.
     """
-    num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
-    if plan.rows.is_decode and num_requests * (num_drafts + 1) <= limits.max_num_tokens:
+    joint, num_drafts = plan.joint or JointRows.of([plan]), plan.rows.num_draft_tokens
+    num_requests = max(joint.num_requests)
+    if joint.is_decode and num_requests * (num_drafts + 1) <= limits.max_num_tokens:
         return _full_blocks(num_requests, num_drafts, limits)
-    return exact_shape(plan)
+    own, num_tokens = exact_shape(plan), max(joint.num_tokens)
+    return replace(own, num_requests=num_requests, num_tokens=num_tokens, num_pages=max(1, plan.num_pages))
 
 
 def full_block_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:

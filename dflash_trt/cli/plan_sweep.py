@@ -228,6 +228,7 @@ def _engines(
         num_draft_tokens=0,
         acceptance=drafted.acceptance,
         num_replicas=num_replicas,
+        pads_ranks=config.backend == "tensorrt",
     )
     if drafted.acceptance is None:
         return [first], []

@@ -126,7 +126,7 @@ def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:
     """Rank 0, and another one if rank 0 alone adds the biases of linear layers whose results are summed."""
     table = engine_weights(config.target, config.draft, config.quantization)
     has_summed_bias = any(name.endswith((".o_bias", ".down_bias")) for name in table)
-    return (0, 1) if has_summed_bias and config.mapping.tp_size > 1 else (0,)
+    return (0, 1) if has_summed_bias and config.mapping.world_size > 1 else (0,)
 
 
 def _build(

@@ -78,8 +78,8 @@ class BuildConfig(Frozen):
             raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
         if self.attention_dp and self.tp_size == 1:
             raise ValueError("attention_dp needs several ranks: set tp_size to their number")
-        if self.attention_dp and self.backend != "torch":
-            raise ValueError(f"attention_dp needs backend torch; engines of {self.backend} divide attention")
+        if self.attention_dp and self.backend == "tensorrt_llm":
+            raise ValueError("attention_dp needs backend torch or tensorrt; TensorRT-LLM checkpoints divide attention")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "

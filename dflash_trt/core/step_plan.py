@@ -331,6 +331,12 @@ class StepPlan:
         """True if the step gives more than the log probabilities of the emitted tokens."""
         return self.top_rows is not None or self.prompt_rows is not None
 
+    @property
+    def num_read_prompt_rows(self) -> int:
+        """Prompt tokens whose logits the step computes: where ranks have requests of their own, the most of a rank."""
+        own = 0 if self.prompt_rows is None else len(self.prompt_rows.token_rows)
+        return own if self.joint is None else max(self.joint.num_prompt_rows)
+
     def part(self, part: slice) -> StepPlan:
         """The plan of some rows, of a step that failed. Applying the updates again changes nothing.
 

@@ -61,6 +61,7 @@ class SimulatedExecutor:
         time: SimulatedTime,
         *,
         acceptance: AcceptanceByPosition | None,
+        pads_ranks: bool = False,
         seed: int = 0,
     ) -> None:
         self.limits = limits
@@ -69,7 +70,7 @@ class SimulatedExecutor:
         self.floor_s = 0.0
         self.known_s: defaultdict[str, float] = defaultdict(float)  # of `device_s`, by where it comes from
         self._work, self._clock, self._time = work, clock, time
-        self._acceptance = acceptance
+        self._acceptance, self._pads_ranks = acceptance, pads_ranks
         self._dice = np.random.default_rng(seed)
         self._context_lens: list[Array] = []  # by slot, of each rank with requests of its own
         self._free_s = 0.0  # when the device has done what it was given
@@ -97,7 +98,8 @@ class SimulatedExecutor:
 
     def _works(self, plans: Sequence[StepPlan], starts: Sequence[Array]) -> Iterator[tuple[StepTime, StepWork]]:
         """Of each rank that has rows."""
-        shared_tokens = None if plans[0].joint is None else sum(plans[0].joint.num_tokens)
+        joint = plans[0].joint
+        shared_tokens = None if joint is None or self._pads_ranks else sum(joint.num_tokens)
         for rows, context_lens in zip((plan.rows for plan in plans), starts, strict=True):
             if rows.num_requests:
                 computed = ComputedRows(

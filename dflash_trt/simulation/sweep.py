@@ -41,6 +41,7 @@ class SimulatedEngine:
     """Replicas of one engine. With `num_draft_tokens` 0 the drafter is not used and takes no memory.
 
     `num_pages` counts one replica, or one of its ranks with requests of their own. `drafter` names the algorithm.
+    With `pads_ranks`, all of them compute as many tokens in every step, as those of a TensorRT engine do.
     """
 
     pretrained_config: PretrainedConfig
@@ -51,6 +52,7 @@ class SimulatedEngine:
     num_draft_tokens: int
     acceptance: AcceptanceByPosition | None
     num_replicas: int = 1
+    pads_ranks: bool = False
 
     @property
     def num_gpus(self) -> int:
@@ -157,7 +159,9 @@ def simulate(engine: SimulatedEngine, load: RequestLoad, work: EngineWork) -> tu
     """One replica under a load, and the executor that counted its steps."""
     time = SimulatedTime()
     limits = executor_limits(engine, load)
-    executor = SimulatedExecutor(limits, work, engine.clock, time, acceptance=engine.acceptance)
+    executor = SimulatedExecutor(
+        limits, work, engine.clock, time, acceptance=engine.acceptance, pads_ranks=engine.pads_ranks
+    )
     config = SchedulerConfig(enable_prefix_caching=load.reuses_prefixes)
     scheduler = make_scheduler(
         limits, config, FixedDraftLength(engine.num_draft_tokens), num_ranks=engine.pretrained_config.mapping.dp_size

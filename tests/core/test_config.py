@@ -75,8 +75,8 @@ def test_a_size_may_reach_its_bounds_and_no_further(name: str, bounds: tuple[int
         ({"tp_size": 4, "ep_size": 3}, "ep_size 3 does not divide tp_size 4"),
         ({"attention_dp": True}, "attention_dp needs several ranks: set tp_size to their number"),
         (
-            {"attention_dp": True, "tp_size": 2, "backend": "tensorrt"},
-            "attention_dp needs backend torch; engines of tensorrt divide attention",
+            {"attention_dp": True, "tp_size": 2, "backend": "tensorrt_llm"},
+            "attention_dp needs backend torch or tensorrt; TensorRT-LLM checkpoints divide attention",
         ),
         ({"max_num_tokens": 7, "max_batch_size": 8}, "max_num_tokens 7 is less than max_batch_size 8"),
         ({"max_batchsize": 7}, "key 'max_batchsize' is unknown. Did you mean 'max_batch_size'?"),

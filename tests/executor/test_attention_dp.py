@@ -290,9 +290,8 @@ def test_bench_throughput_compares_k_of_all_ranks(two_ranks: EngineDir) -> None:
 def test_what_ranks_with_requests_of_their_own_do_not_have_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attention_dp needs several ranks"):
         BuildConfig(target="target", attention_dp=True)
-    for backend in ("tensorrt", "tensorrt_llm"):
-        with pytest.raises(ValueError, match=f"attention_dp needs backend torch; engines of {backend}"):
-            BuildConfig(target="target", tp_size=2, attention_dp=True, backend=backend)
+    with pytest.raises(ValueError, match="attention_dp needs backend torch or tensorrt; TensorRT-LLM"):
+        BuildConfig(target="target", tp_size=2, attention_dp=True, backend="tensorrt_llm")
     make_target(tmp_path / "target", family="qwen3", vocab_size=12, tokenizer=False)
     with pytest.raises(ConfigError, match="attention_dp: expected a target with experts"):
         build(tmp_path, tp_size=2, attention_dp=True, drafter=None)

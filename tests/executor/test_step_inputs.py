@@ -26,7 +26,7 @@ from dflash_trt.core.batch import (
     request_results,
     result_of,
 )
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, JointRows
 from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
@@ -299,6 +299,22 @@ def test_a_batch_of_blocks_is_padded_as_far_as_the_token_limit_allows() -> None:
     assert verify_block_shape(wider, limits) == decode_shape(3, 3)  # whose blocks are not full
     few_tokens = replace(limits, max_num_tokens=11)
     assert verify_block_shape(wider, few_tokens) == exact_shape(wider)
+
+
+def test_ranks_with_requests_of_their_own_have_one_shape() -> None:
+    """A TensorRT network exchanges as many rows of each rank."""
+    limits = replace(LIMITS, max_batch_size=8, max_num_tokens=64)
+    blocks, none = (
+        plan_of(StepBatch(requests=(replace(VERIFY, num_candidates=2),) * n, num_draft_tokens=2)) for n in (3, 0)
+    )
+    alike = JointRows.of([blocks, none])
+    assert {verify_block_shape(replace(plan, joint=alike), limits) for plan in (blocks, none)} == {decode_shape(4, 2)}
+    prompt = plan_of(StepBatch(requests=(replace(PREFILL, token_ids=(1,) * 20),), num_draft_tokens=2))
+    joint = JointRows.of([blocks, none, prompt])
+    shapes = [verify_block_shape(replace(plan, joint=joint), limits) for plan in (blocks, none, prompt)]
+    assert {(shape.num_requests, shape.num_tokens, shape.is_decode, shape.has_graph) for shape in shapes} == {
+        (3, 20, False, False)
+    }
 
 
 def test_every_step_input_comes_from_the_plan_or_is_assembled() -> None:

@@ -1,5 +1,6 @@
 """Ranks with requests of their own in the plan: what each holds and computes, and what all of them give."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,15 +143,11 @@ def test_advice_compares_them_where_there_are_experts(tmp_path: Path) -> None:
     assert not any(name.startswith("dp") for name in {layout.name for layout in advice(tmp_path, "Qwen/Qwen3-8B")})
 
 
-@pytest.mark.parametrize("num_requests", [4, 16])
-def test_a_steady_state_is_what_the_schedulers_make_of_the_load(tmp_path: Path, num_requests: int) -> None:
-    """Prompts of one rank make all ranks wait."""
+def layout_of_four(root: Path) -> tuple[Layout, SimulatedEngine]:
     [layout] = [
-        layout
-        for layout in advice(tmp_path, "openai/gpt-oss-120b")
-        if layout.name == "dp4ep4x1" and layout.format is None
+        layout for layout in advice(root, "openai/gpt-oss-120b") if layout.name == "dp4ep4x1" and layout.format is None
     ]
-    engine = SimulatedEngine(
+    return layout, SimulatedEngine(
         pretrained_config=layout.made.pretrained_config,
         limits=layout.made.build_config,
         num_pages=layout.made.pages.num_pages if layout.made.pages else 0,
@@ -159,9 +156,24 @@ def test_a_steady_state_is_what_the_schedulers_make_of_the_load(tmp_path: Path, 
         num_draft_tokens=0,
         acceptance=None,
     )
+
+
+@pytest.mark.parametrize("num_requests", [4, 16])
+def test_a_steady_state_is_what_the_schedulers_make_of_the_load(tmp_path: Path, num_requests: int) -> None:
+    """Prompts of one rank make all ranks wait."""
+    layout, engine = layout_of_four(tmp_path)
     requests = [LENGTHS.request(index) for index in range(24 * num_requests)]
     load = RequestLoad(requests=requests, concurrency=4 * num_requests)
     result, _ = simulate(engine, load, EngineWork(engine.pretrained_config, has_drafter=False))
     speed = layout.speed(num_requests, 0)
     assert speed.output_tok_per_s == pytest.approx(result.output_tok_per_s, rel=0.15)
     assert speed.tok_per_s_per_user == pytest.approx(result.tok_per_s_per_user, rel=0.2)
+
+
+def test_prompts_of_one_rank_cost_a_tensorrt_engine_the_padding_of_the_others(tmp_path: Path) -> None:
+    """Answers end at different times, so that few prompts begin together."""
+    _, engine = layout_of_four(tmp_path)
+    requests = [replace(LENGTHS, num_output_tokens=64 + 16 * index).request(index) for index in range(16)]
+    load, work = RequestLoad(requests=requests, concurrency=8), EngineWork(engine.pretrained_config, has_drafter=False)
+    took = [simulate(replace(engine, pads_ranks=pads), load, work)[0].duration_s for pads in (False, True)]
+    assert 1.01 < took[1] / took[0] < 2

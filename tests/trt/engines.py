@@ -18,7 +18,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineDir, EngineLimits
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
-from tests.trt.networks import MAX_NUM_TOKENS, MAX_SEQ_LEN, define_engine, define_pair
+from tests.trt.networks import MAX_NUM_TOKENS, MAX_SEQ_LEN, DefinedStep, define_engine, define_pair
 
 SPLIT_LENGTH = 16  # keys
 CPU, STREAM = torch.device("cpu"), SimpleNamespace(cuda_stream=0)
@@ -53,6 +53,11 @@ def open_pair_engine(
 def open_interpreted(engine: EngineDir, config: RuntimeConfig, **_: Any) -> TensorRTExecutor:
     """TensorRT's executor for an engine directory of backend torch on a CPU, with the limits that the product gives."""
     defined = define_engine(tensorrt_rtx, engine, split_length=SPLIT_LENGTH if config.deterministic else 0)
+    return open_defined(defined, engine, config)
+
+
+def open_defined(defined: DefinedStep, engine: EngineDir, config: RuntimeConfig) -> TensorRTExecutor:
+    """The executor of one rank, whose network is defined."""
     pages = plan_engine_pages(engine.manifest, config)
     limits = _limits_without_pages(engine, defined.spec, config)
     limits = limits_with_pages(limits, pages, is_recurrent=defined.spec.states.is_recurrent)

@@ -102,11 +102,14 @@ def define_pair(
     return define_step(trt, spec, tensors, quantized or {}, missing=missing)
 
 
-def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0, split_length: int = 0) -> DefinedStep:
+def define_engine(
+    trt: Any, engine: EngineDir, *, rank: int = 0, split_length: int = 0, collectives: CollectiveMode = "native"
+) -> DefinedStep:
     """The step network of one rank of an engine directory of the torch backend."""
     config = engine.manifest.pretrained_config
     config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-    spec = replace(network_spec(config, engine.manifest.build_config), split_length=split_length)
+    spec = network_spec(config, engine.manifest.build_config)
+    spec = replace(spec, split_length=split_length, collectives=collectives)
     whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}

@@ -4,16 +4,23 @@ A collective that silently does nothing leaves a rank with its own partial sums,
 that they gather. So each rank in turn runs the same tokens twice, while the other ranks run the same and then others:
 its K/V of every layer after the first, or a recurrent layer's stored inputs, must change. The correct sums are not
 known here.
+
+Ranks with requests of their own contribute to each other's rows whatever they run, so they all run the same tokens, and
+must write the same. A rank that gets nothing has zeros for most tokens, and a part of each layer's sums.
 """
+
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.canary import PagedExecutor
+from dflash_trt.backends.torch.process_group import RankGroup
 from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError
 
+_MAX_DIFFERENCE: Final = 0.3  # of norms; ranks may round differently, and route a token to another expert for it
 _TOKENS, _OTHER_TOKENS = (1, 2, 1), (2, 1, 2)
 
 
@@ -34,6 +41,28 @@ def check_exchange(executor: PagedExecutor, *, rank: int, num_ranks: int) -> Non
             f"collectives of rank {rank}",
             expected=f"K/V of {unchanged[0]} that depend on all {num_ranks} ranks",
             found="K/V of this rank alone: the engine's collectives do nothing",
+            hint="Build the engine again with --collectives plugin, and report it with this message.",
+        )
+
+
+def check_shared_rows(executor: PagedExecutor, ranks: RankGroup) -> None:
+    """Run the check on all ranks at once, on idle executors, and zero their pages.
+
+    Raises:
+        EngineDirError: a state that differs between ranks, on each of them.
+    """
+    unlike = []
+    for name, own in _written(executor, _TOKENS).items():
+        by_rank = ranks.all_gather_columns(own.reshape(-1, 1))
+        first = by_rank[:, :1]
+        differs = (by_rank - first).norm(dim=0) > _MAX_DIFFERENCE * first.norm()
+        unlike += [f"{name} of rank {rank}" for rank in differs.nonzero().flatten().tolist()]
+    executor.state.fill(0.0)
+    if unlike:
+        raise EngineDirError.about(
+            "collectives of ranks with requests of their own",
+            expected=f"{unlike[0]} as on rank 0, after the same tokens",
+            found="something else: the engine's collectives do nothing",
             hint="Build the engine again with --collectives plugin, and report it with this message.",
         )
 

@@ -32,7 +32,7 @@ from dflash_trt.backends.tensorrt.rule_inputs import RuleInputs
 from dflash_trt.backends.tensorrt.scored_rows import ScoredRows, StepScores
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
-from dflash_trt.core.step_plan import ExecutorLimits, StepHandle, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepHandle, StepPlan
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -81,7 +81,7 @@ class TensorRTExecutor:
             limits,
             slots=list(self.state.slots.values()),
             is_page_locked=device.type == "cuda",
-            is_shared=spec.mapping.tp_size > 1,
+            is_shared=spec.mapping.world_size > 1,
         )
         self.graphs = GraphCache(capture)
         by_slot = self._rules.by_slot
@@ -115,7 +115,7 @@ class TensorRTExecutor:
         """
         from dflash_trt.backends.tensorrt.canary import check_pages
         from dflash_trt.backends.tensorrt.compatibility import check_identity, plan_path, spec_of
-        from dflash_trt.backends.tensorrt.exchange_check import check_exchange
+        from dflash_trt.backends.tensorrt.exchange_check import check_exchange, check_shared_rows
         from dflash_trt.backends.tensorrt.module import load_tensorrt
 
         library = check_identity(engine_dir, plugin_library=plugin_library)
@@ -142,7 +142,10 @@ class TensorRTExecutor:
         executor.warm_up()
         check_pages(executor)
         if communicator is not None:
-            check_exchange(executor, rank=rank, num_ranks=ranks.num_ranks)
+            if spec.mapping.dp_size > 1:
+                check_shared_rows(executor, ranks)
+            else:
+                check_exchange(executor, rank=rank, num_ranks=ranks.num_ranks)
         return executor
 
     @torch.inference_mode()
@@ -166,10 +169,11 @@ class TensorRTExecutor:
     def submit(self, plan: StepPlan) -> StepHandle:
         """Enqueue one step. Shapes and limits are the caller's duty: violations are bugs, and asserted.
 
-        An engine with a drafter always drafts at least one token.
+        An engine with a drafter always drafts at least one token. Where ranks have requests of their own, a rank
+        without rows runs a step of padding, and plans that do not say the size of a step are alike on all ranks.
         """
         check_plan(plan, self.limits)
-        if not plan.rows.num_requests:
+        if not any((plan.joint or JointRows.of([plan])).num_requests):
             with self._on_stream():
                 return self._host_memory.copied(plan.page_copies, self._buffers.device)
         given = self._with_drafts(plan)
@@ -183,7 +187,7 @@ class TensorRTExecutor:
             masks = self._rules.of_step(given, shape)
             scores = self._scores.of_step(given, shape)
             if masks is not None or scores is not None:
-                shape = replace(shape, has_graph=False, is_decode=shape.is_decode and given.prompt_rows is None)
+                shape = replace(shape, has_graph=False, is_decode=shape.is_decode and not given.num_read_prompt_rows)
             self.graphs.run(shape, partial(self._enqueue, shape, masks, scores))
             self._snapshots.save(plan.saves)
             if scores is not None:

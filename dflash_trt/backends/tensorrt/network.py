@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from dflash_trt.backends.tensorrt.collectives import make_collectives
+from dflash_trt.backends.tensorrt.collectives import SharedRows, make_collectives
 from dflash_trt.backends.tensorrt.deterministic_ops import DeterministicTrtOps
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
@@ -239,9 +239,14 @@ def define_step_network(
     lowering = PluginLowering(
         layers, inputs, page_tables, pools, spec.states, add_node=add_node, by_slot=by_slot, **sizes
     )
-    collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives, add_node=add_node)
-    make_ops = partial(DeterministicTrtOps, rank=spec.mapping.tp_rank) if spec.split_length else TrtOps
-    ops = make_ops(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
+    mapping, is_in_order = spec.mapping, spec.split_length > 0
+    collectives = make_collectives(layers, num_ranks=mapping.world_size, mode=spec.collectives, add_node=add_node)
+    shared_rows = None
+    if collectives is not None and mapping.dp_size > 1:
+        shared_rows = SharedRows(layers, collectives, rank=mapping.dp_rank, is_in_order=is_in_order)
+        collectives = None  # attention is whole on each rank
+    make_ops = partial(DeterministicTrtOps, rank=mapping.tp_rank) if is_in_order else TrtOps
+    ops = make_ops(layers, lowering, inputs, rope_tables, collectives, shared_rows, max_draft_len=spec.max_draft_len)
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),

@@ -35,8 +35,9 @@ class ScoredRows:
         return self._without | {HIDDEN_ROWS: logit_rows}
 
     def of_step(self, plan: StepPlan, shape: StepShape) -> "StepScores | None":
-        """Upload the rows of a step, on the current stream; None if the plan asks for none."""
-        return StepScores(plan, shape, self.outputs, self._device) if plan.has_logprobs else None
+        """Upload the rows of a step, on the current stream; None if it reads none, also for other ranks."""
+        reads_logits = plan.has_logprobs or plan.num_read_prompt_rows > 0
+        return StepScores(plan, shape, self.outputs, self._device) if reads_logits else None
 
 
 class StepScores:
@@ -54,6 +55,8 @@ class StepScores:
             rows = np.concatenate((rows, shape.num_requests * shape.width + np.arange(len(of_prompts))))
             tokens = np.concatenate((tokens, plan.prompt_rows.next_tokens))
         self._num_rows = len(rows)
+        num_of_others = plan.num_read_prompt_rows - len(of_prompts)  # that another rank has more
+        of_prompts = np.pad(of_prompts, (0, num_of_others))
         self._of_prompts = upload(torch.from_numpy(of_prompts).int(), device)
         columns = (np.append(column, 0) for column in (rows, tokens))
         self._scored = {name: upload(torch.from_numpy(x), device) for name, x in zip(SCORED, columns, strict=True)}
