@@ -24,7 +24,7 @@ from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightForm
 LARGEST: Final = 127
 MAX_COLUMNS: Final = 1 << 16  # 2**16 products of at most 127 * 128 are below 2**31
 
-_SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # of tokens of zeros, too, whose codes are 0
+SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny  # of tokens of zeros, too, whose codes are 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Int8(WeightFormat):
 def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:  # [N, in] -> int8 [N, in], float32 [N, 1]
     """Codes of rows with their scales; a scale that is not finite makes the row's results so."""
     wide = x.float()
-    scale = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=_SMALLEST_SCALE)
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE)
     return (wide / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dflash_trt.backends.cuda.packed import FORMS, router_kind
+from dflash_trt.backends.cuda.packed import form_of, router_kind
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard, segments_of
@@ -65,7 +65,7 @@ def _matrix(format_name: str | None, moe: Moe) -> MatrixKernels:
     known = weight_format(format_name)
     has_scale = "weight_scale" in known.layout((1, known.columns_per_block), (1,))
     return MatrixKernels(
-        form=FORMS[known.weight_type],
+        form=form_of(known.weight_type),
         has_row_scale=has_scale or known.has_input_scale,
         num_input_scales=int(known.has_input_scale),
         has_bias=moe.has_bias,

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from dflash_trt.backends.cuda.packed import FORMS
+from dflash_trt.backends.cuda.packed import form_of
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.core.dtype import FloatDType, stored_dtype, torch_dtype
 from dflash_trt.core.model.decoder import TargetSpec
@@ -154,7 +154,7 @@ def _kernels_of(linear: Linear[torch.Tensor]) -> Iterator[LinearKernels]:
         matrix = MatrixKernels(form=launch_rules.PLAIN, has_bias=has_bias)
         yield LinearKernels(out_size=out_size, in_size=in_size, weight=matrix)
         return
-    form = FORMS[type(weight)]
+    form = form_of(type(weight))
     codes = weight.tensors()["codes"]
     in_size = codes.shape[1] * (2 if form >= launch_rules.MXFP4 else 1)
     has_input_scale = weight.input_scale is not None

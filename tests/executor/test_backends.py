@@ -5,13 +5,16 @@ import torch
 
 from dflash_trt.backends.base import backend_of
 from dflash_trt.backends.cuda import linear
+from dflash_trt.backends.cuda.packed import form_of
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.backends.torch.quantized_linear import ACTIVATIONS
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.formats.int4 import Int4Weight
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.formats.registry import weight_formats
 from tests.factories import make_target
@@ -106,8 +109,7 @@ def test_a_cpu_names_a_format_whose_activations_it_cannot_quantize(target, monke
 @pytest.mark.parametrize("backend", ["torch", "cuda", "tensorrt"])
 def test_every_format_is_computed_by_every_backend(target, monkeypatch, backend, name) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    expected = ["linear layers"] if name == "int8" and backend == "tensorrt" else []
-    assert subjects(backend, target, QuantizationSpec(linears={"target.layers.0.qkv": name})) == expected
+    assert subjects(backend, target, QuantizationSpec(linears={"target.layers.0.qkv": name})) == []
 
 
 def test_experts_in_int8_are_refused_by_name_where_no_kernel_has_them(target, monkeypatch) -> None:
@@ -116,7 +118,11 @@ def test_experts_in_int8_are_refused_by_name_where_no_kernel_has_them(target, mo
     (message,) = backend_of("cuda").unsupported(target, None, quantization, ALONE)
     assert "found int8 (no GPU kernel yet) in target.layers.0.experts.down and 0 more. Set experts to one" in message
     assert "int8" not in message.partition(" or unquantized weights of experts on a GPU")[0]
+    (message,) = backend_of("tensorrt").unsupported(target, None, quantization, ALONE)
+    assert "found int8 in target.layers.0.experts.down and 0 more. Set experts to one of these formats, or" in message
     assert subjects("torch", target, quantization) == []
+    with pytest.raises(ConfigError, match=r"packed weights: expected Fp8Weight, .*, found Int8Weight"):
+        form_of(Int8Weight)
 
 
 def test_a_gpu_names_a_weight_only_format_without_a_kernel(target, monkeypatch) -> None:

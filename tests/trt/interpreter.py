@@ -48,6 +48,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "LOG": torch.log,
     "ISNAN": torch.isnan,
     "ISINF": torch.isinf,
+    "ROUND": torch.round,  # "round to nearest even" (NvInfer.h)
 }
 _CLASSES = {
     "ACTIVATION": "IActivationLayer",

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, repeated_by_segment, row_scale, slice_quantized
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
@@ -30,6 +31,15 @@ FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
 }
 
 
+def form_of(weight_type: type[QuantizedWeight[Any]]) -> int:
+    """Raises ConfigError for a class whose activations these kernels do not quantize."""
+    if weight_type not in FORMS:
+        expected = ", ".join(kind.__name__ for kind in FORMS)
+        hint = "Choose another format for experts, or leave deterministic out."
+        raise ConfigError.about("packed weights", expected=expected, found=weight_type.__name__, hint=hint)
+    return FORMS[weight_type]
+
+
 def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
     """One matrix, or the matrices of a layer's experts. Reads scales back to the host.
 
@@ -44,7 +54,7 @@ def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
         tensors = weight.tensors()
         block_scale = tensors.get("block_scale")
         matrix = PackedMatrix(
-            form=FORMS[type(weight)],
+            form=form_of(type(weight)),
             codes=dense(tensors["codes"]),
             block_scale=None if block_scale is None else dense(block_scale),
             block_rows=_block_rows(weight),
