@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_trt.network.vocabulary import embedded
 
 from dflash_trt.backends.tensorrt.collectives import NativeCollectives, SharedRows
 from dflash_trt.backends.tensorrt.host_views import host_tensor
@@ -15,6 +14,7 @@ from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.network.decoder import embedded
 from dflash_trt.network.ops import OF_TOKENS
 from tests.engines import make_executor
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
