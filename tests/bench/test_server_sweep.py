@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
 
 from dflash_trt.bench import request_load
-from dflash_trt.bench.conversation import Conversation
+from dflash_trt.bench.conversation import Conversation, RequestRecord
 from dflash_trt.bench.load_report import Limits, LoadReport, report_of
 from dflash_trt.bench.openai_client import connected
 from dflash_trt.bench.request_load import Load, LoadRun, run_load
@@ -74,6 +74,18 @@ def test_a_load_lasts_until_its_last_token_whoever_gets_it(load: Load) -> None:
     ends = [record.ended_s for record in done.records]
     assert done.duration_s == max(ends) - min(record.started_s for record in done.records) >= 0.3
     assert abs(ends[0] - ends[1]) > 0.1
+
+
+def test_a_load_begins_with_its_first_request_whichever_client_sent_it() -> None:
+    times = iter([(5.0, 9.0), (3.0, 8.0), (6.0, 7.0), (7.0, 7.5)])
+
+    async def ask(conversation: Conversation) -> list[RequestRecord]:
+        started_s, ended_s = next(times)
+        return [RequestRecord(category=None, started_s=started_s, content_s=(ended_s,))]
+
+    client: Any = SimpleNamespace(ask=ask)
+    done = asyncio.run(run_load(client, [PROMPT], Load(num_conversations=4, concurrency=2), seed=1))
+    assert done.duration_s == 9.0 - 3.0 and len(done.records) == 4
 
 
 def test_arrivals_at_a_rate_do_not_wait_for_answers() -> None:

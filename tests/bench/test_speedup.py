@@ -221,6 +221,13 @@ def test_a_run_warms_up_and_takes_so_many_prompts_at_a_time(monkeypatch) -> None
     assert (len(run.outputs), run.seconds, run.tok_per_s) == (3, (2.0, 1.0), 9 / 3)
 
 
+def test_no_text_of_a_warm_up_is_longer_than_those_that_count() -> None:
+    engine = Engine()
+    short = replace(SAMPLING, max_new_tokens=5)
+    speedup.run_conversations(engine, [Conversation(prompt="a")], short, 1)  # type: ignore[arg-type]
+    assert engine.asked == [(["a"], 5)] * 2
+
+
 def test_a_conversation_is_asked_turn_by_turn_with_the_answers_before() -> None:
     engine = Engine(text="yes")
     one, two = ({"role": "user", "content": text} for text in ("one", "two"))

@@ -83,6 +83,7 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
     made: list[dict[str, Any]] = []
     opened: list[Any] = []
     works: list[int] = []
+    lines: list[tuple[int, int]] = []
     config = RuntimeConfig(num_threads=4, ngram=True)
 
     class Sides:
@@ -105,22 +106,24 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
         throughput, "open_executor", lambda engine, config, **options: opened.append((config, options)) or executor
     )
     monkeypatch.setattr(throughput, "prompt_reader", lambda engine: None)
-    (report,) = throughput.compare_policies(
+    report, other = throughput.compare_policies(
         Path("dir"),
         ["a"],
-        concurrencies=(2,),
+        concurrencies=(2, 5),
         fixed_lengths=fixed,
         num_rounds=2,
         requests_per_client=3,
         max_new_tokens=9,
         config=config,
-        progress=lambda *_: None,
+        progress=lambda number, of, text: lines.append((number, of)),
     )
+    assert lines == [(number, 6) for number in range(1, 7)]
     assert list(made[0]) == [*(f"K = {length}" for length in expected), "adaptive"]
     asked = config.replaced(adaptive_draft_length=True)
     assert opened == [(asked, {"draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)})]
-    assert works == [6] * 3
+    assert works == [6] * 3 + [15] * 3 and (report.concurrency, other.concurrency) == (2, 5)
     assert {speed.output_tok_per_s for speed in report.speeds} == {25.0}, "the first of three runs does not count"
+    assert {speed.output_tok_per_s for speed in other.speeds} == {55.0}
 
 
 def printed(monkeypatch, tmp_path: Path, target: str, report: Any, *words: str) -> tuple[str, Any]:

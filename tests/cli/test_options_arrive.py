@@ -708,8 +708,9 @@ def test_the_last_port_of_metrics_may_be_used(engine_dir, invoke, monkeypatch) -
     monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
     assert invoke("serve", engine_dir, "--metrics-port", "32767").stderr == "error: recorded\n"
     assert supervisor.arguments["service"].metrics_port(0) == 32767
-    refused = invoke("serve", engine_dir, "--metrics-port", "32767", "--replicas", "2")
-    assert refused.exit_code == 2 and "found 32768" in refused.stderr
+    for second in (["--replicas", "2"], ["--baseline-replica"], ["--gpus", "0,1"]):
+        refused = invoke("serve", engine_dir, "--metrics-port", "32767", *second)
+        assert refused.exit_code == 2 and "found 32768" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])

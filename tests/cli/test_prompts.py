@@ -117,6 +117,12 @@ def test_turns_are_messages_of_a_user_and_a_system_message_goes_before_the_first
     assert (text.prompt, text.later_turns) == ({"messages": [system, one]}, ())
 
 
+def test_messages_without_a_user_are_one_turn() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "tool", "content": "t"}]
+    [row] = _rows({"messages": messages, "question_id": "q"})
+    assert isinstance(row, Job) and _prompt(row) == {"messages": messages} and not row.later_turns
+
+
 def test_messages_that_have_their_answers_are_one_turn() -> None:
     talk = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     defaults = Defaults(sampling=SamplingParams())

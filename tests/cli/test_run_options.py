@@ -136,6 +136,17 @@ def test_a_bar_counts_requests_where_no_text_is_printed(
     assert not pipe.getvalue()
 
 
+def test_the_bar_says_the_tokens_of_all_samples_a_second(monkeypatch) -> None:
+    now_s, terminal = [5.0], Terminal()
+    for module in ("run", "time_left", "status_line"):
+        monkeypatch.setattr(f"dflash_trt.cli.{module}.time.monotonic", lambda: now_s[0])
+    samples = [replace(output_without_tokens("r", "stop", text=""), token_ids=tuple(range(size))) for size in (3, 5)]
+    with redirect_stderr(terminal), _progress(replace(OPTIONS, output_file=Path("o")), 2) as advance:
+        now_s[0] = 7.0
+        advance(joined_output(samples))
+        assert terminal.getvalue() == "requests: 1/2, 4 tok/s, about 2 s left"
+
+
 @pytest.mark.parametrize(("num_failures", "last"), [(1, "  - 0"), (10, "  - 9"), (11, "  - ... and 1 more")])
 def test_failures_are_listed_up_to_ten(num_failures: int, last: str) -> None:
     heading, *lines = listed_failures([str(number) for number in range(num_failures)], 20).splitlines()

@@ -19,6 +19,12 @@ def test_a_trace_is_shown_as_the_run_would_have_been(engine_dir: Path, tmp_path:
     assert shown.stdout.startswith("[1] ") and "[-" in shown.stdout
 
 
+def test_a_text_alone_is_shown_without_a_name(engine_dir: Path, tmp_path: Path, invoke: Invoke) -> None:
+    run = invoke("run", engine_dir, "--prompt", "def f", *WORDS, "--show-drafts", "--trace-file", tmp_path / "trace")
+    assert invoke("show-drafts", engine_dir, tmp_path / "trace").stdout == run.stdout
+    assert not run.stdout.startswith("[1]")
+
+
 def test_samples_are_named(engine_dir: Path, tmp_path: Path, invoke: Invoke) -> None:
     words = ["--prompt", "x", "--n", "2", "--temperature", "0.8", "--seed", "1", *WORDS]
     run = invoke("run", engine_dir, *words, "--show-drafts", "--trace-file", tmp_path / "trace")
