@@ -164,9 +164,12 @@ def test_what_failed_is_an_error_and_no_measurement(server: ScriptedServer, word
 
 
 def test_a_load_with_an_answer_is_measured_and_its_failures_are_counted() -> None:
-    with running(ScriptedServer([[], [0.0], [0.0]])) as server:
+    with running(ScriptedServer([[], [0.0], [0.0]])) as server, running(ScriptedServer(FAST)) as sound:
         side = Side(name="s", open=lambda: nullcontext(server.url), num_gpus=2)
-        reports = sweep([side], limits=Limits(end_to_end_s=60.0))
+        lines: list[tuple[int, int, str]] = []
+        reports = sweep([side], limits=Limits(end_to_end_s=60.0), progress=lines)
+        sweep([Side(name="s", open=lambda: nullcontext(sound.url))], progress=lines)
+    assert ["1 errors" in text for _, _, text in lines] == [True, True, False, False]
     assert [(report.num_errors, report.num_requests) for report in reports] == [(1, 2), (1, 1)]
     for report in reports:
         assert report.output_tok_per_s_per_gpu == report.output_tok_per_s / 2

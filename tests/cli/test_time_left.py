@@ -59,3 +59,19 @@ def test_a_terminal_has_one_line_that_is_wiped(clock: Callable[[float], None], m
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
 def test_times_are_told_in_their_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_each_unit_begins_where_the_one_before_ends() -> None:
+    times = {59.4: "59 s", 59.6: "1 min 0 s", 3599: "59 min 59 s", 3600: "1 h 0 min", 3661: "1 h 1 min"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+
+
+def test_a_stage_that_has_not_begun_or_is_beyond_its_total_says_nothing(clock: Callable[[float], None]) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        countdown = Countdown("requests")
+        for done, total in ((0, 4), (5, 4), (0, 0)):
+            countdown.show(done, total, "never")
+        assert terminal.getvalue() == ""
+        countdown.show(4, 4, "4/4")
+        assert terminal.getvalue() == "requests: 4/4, about 0 s left"
