@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 from dflash_trt.backends.torch.process_group import ExchangeError
@@ -25,6 +25,7 @@ from dflash_trt.executor.ranks.messages import (
     RankProcess,
     Report,
     Stop,
+    WorkerProcess,
     encoded,
 )
 
@@ -165,18 +166,9 @@ def _watch(process: RankConnection, is_closing: threading.Event, act: Callable[[
         act()
 
 
-class Stoppable(Protocol):
-    """A worker's process, seen from any node."""
-
-    rank: int
-
-    @property
-    def is_stopped(self) -> bool: ...
-
-    def kill(self, reason: str | None = None) -> None: ...
-
-
-def end_stopped(processes: Sequence[Stoppable], is_watched: threading.Event, is_closing: threading.Event) -> None:
+def end_stopped(
+    processes: Sequence[RankConnection | WorkerProcess], is_watched: threading.Event, is_closing: threading.Event
+) -> None:
     """Kill processes that are stopped while `is_watched`, in a thread until `is_closing`."""
     num_looks: dict[int, int] = {}
     while not is_closing.wait(_LOOK_S):

@@ -215,37 +215,6 @@ class RankConnection(ABC):
         return RankGoneError(self._gone.reason, rank=self._gone.rank)
 
 
-class RankProcess(RankConnection):
-    """A worker on this machine."""
-
-    def __init__(self, rank: int) -> None:
-        pipe, theirs = Pipe()
-        super().__init__(rank, pipe)
-        self._process = WorkerProcess(rank, theirs.fileno())
-        theirs.close()
-
-    @property
-    def process_id(self) -> int:
-        return self._process.process_id
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._process.is_stopped
-
-    def wait(self) -> None:
-        self._process.wait()
-
-    def kill(self, reason: str | None = None) -> None:
-        self._process.kill(reason)
-
-    def end(self, timeout_s: float) -> None:
-        self._process.end(timeout_s)
-        self._pipe.close()
-
-    def _ending(self, error: Exception) -> RankGoneError:
-        return RankGoneError(self._process.ending(1.0) or "its process closed the connection")
-
-
 class WorkerProcess:
     """The process of a worker, which inherits the file descriptor of its end of the connection."""
 
@@ -304,3 +273,20 @@ class WorkerProcess:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         return self._reason or f"its process {how}"
+
+
+class RankProcess(WorkerProcess, RankConnection):
+    """A worker on this machine."""
+
+    def __init__(self, rank: int) -> None:
+        pipe, theirs = Pipe()
+        RankConnection.__init__(self, rank, pipe)
+        WorkerProcess.__init__(self, rank, theirs.fileno())
+        theirs.close()
+
+    def end(self, timeout_s: float) -> None:
+        super().end(timeout_s)
+        self._pipe.close()
+
+    def _ending(self, error: Exception) -> RankGoneError:
+        return RankGoneError(self.ending(1.0) or "its process closed the connection")
