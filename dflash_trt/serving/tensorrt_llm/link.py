@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import FinishReason
@@ -56,11 +56,5 @@ class Link(Protocol):
 
 def finish_reason(word: str | None) -> FinishReason | None:
     """Finish reason for TensorRT-LLM's word, or for a word of its OpenAI server."""
-    known: dict[str, FinishReason] = {
-        "stop": "stop",
-        "length": "length",
-        "timeout": "timeout",
-        "cancelled": "cancelled",
-        "error": "error",
-    }
-    return None if word is None else known.get(word, "error")
+    reasons: tuple[FinishReason, ...] = get_args(FinishReason)
+    return None if word is None else next((reason for reason in reasons if reason == word), "error")

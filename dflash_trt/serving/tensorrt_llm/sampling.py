@@ -15,19 +15,10 @@ from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.request import Request
 from dflash_trt.core.sampling import GRAMMAR_FIELDS, SAMPLING_FIELDS
 
-# Our names and theirs, in tensorrt_llm.SamplingParams and in trtllm-serve's completions.
-_NAMES: Final = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_tokens": "min_tokens",
-}
 _OF_OUTPUT: Final = ("presence_penalty", "frequency_penalty")  # theirs count the prompt, too, unless told otherwise
 _PENALTIES: Final = ("repetition_penalty", *_OF_OUTPUT)
+# Names that are also theirs, in tensorrt_llm.SamplingParams and in trtllm-serve's completions.
+_SAME_NAMES: Final = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "min_tokens")
 _NOT_WHILE_DRAFTING: Final = ("min_p", "min_tokens", "logit_bias", "bad_words", "logprobs", "top_logprobs")
 _REFUSED: Final = {
     "prompt_logprobs": "None, for TensorRT-LLM does not document which prompt token each of its entries is for"
@@ -63,7 +54,7 @@ def trtllm_params(request: Request, abilities: Abilities, *, max_seq_len: int) -
     """
     sampling = request.sampling
     raise_all(RequestError, "backend tensorrt_llm", list(_problems(request, abilities)))
-    given = {_NAMES[name]: getattr(sampling, name) for name in _NAMES if _is_given(request, name)}
+    given = {name: getattr(sampling, name) for name in _SAME_NAMES if _is_given(request, name)}
     if any(name in given for name in _OF_OUTPUT):
         given["prompt_ignore_length"] = len(request.prompt_token_ids)
     if sampling.min_tokens:
