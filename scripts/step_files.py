@@ -56,7 +56,7 @@ def main(engine_dir: Path, kernels: bool) -> None:
     recorder = Recorder()
     with LLM(engine_dir, device="cpu", num_threads=1, kv_cache_bytes=1 << 25) as llm:
         # So few tokens that no step repeats the one before: each is planned and committed in full.
-        chunks = llm.stream(PROMPT, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        chunks = llm.stream(PROMPT, SamplingParams(max_new_tokens=16, ignore_eos=True))
         next(chunks)  # of the prompt
         recorder.begins_at = "EngineLoop.step"
         while not recorder.is_on or not next(chunks).num_draft_tokens:
