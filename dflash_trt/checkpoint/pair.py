@@ -5,7 +5,7 @@ Checks configs, tensor headers, names and shapes, then one model against the oth
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Mapping as AbcMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -96,28 +96,25 @@ def open_pair(
         CheckpointError: only files, tensors or tokenizers are wrong.
     """
     refuse_missing({"target": target} | ({} if drafter is None else {"drafter": drafter}))
-    config_problems: list[str] = []
-    tensor_problems: list[str] = []
-    notes: list[str] = []
-    overrides = drafter_overrides or {}
-    stored = scan_tensors(target, label="target", problems=tensor_problems)
+    found, overrides = _Findings(), drafter_overrides or {}
+    stored = scan_tensors(target, label="target", problems=found.tensor_problems)
     drafts_itself = is_mtp(target, drafter)
-    target_side = _open_target(target, stored, config_problems, tensor_problems, notes, drafts_itself=drafts_itself)
+    target_side = _open_target(target, stored, found, drafts_itself=drafts_itself)
     draft_side: _Side[DraftSpec] = _ABSENT
     if drafts_itself and target_side.spec is not None:
-        draft_side = _open_mtp(target, overrides, target_side.spec, stored, config_problems, tensor_problems)
+        draft_side = _open_mtp(target, overrides, target_side.spec, stored, found)
     elif drafter is not None and not drafts_itself:
-        draft_side = _open_drafter(drafter, overrides, target_side.spec, config_problems, tensor_problems, notes)
-        check_tokenizers(target, drafter, tensor_problems)
+        draft_side = _open_drafter(drafter, overrides, target_side.spec, found)
+        check_tokenizers(target, drafter, found.tensor_problems)
     target_spec, draft_spec = target_side.spec, draft_side.spec
     sides: tuple[_Side[Any], _Side[Any]] = (target_side, draft_side)
     if target_spec is not None and draft_spec is not None:
-        config_problems += compatibility_problems(target_spec, draft_spec)
-        notes += compatibility_notes(target_spec, draft_spec)
+        found.config_problems.extend(compatibility_problems(target_spec, draft_spec))
+        found.notes.extend(compatibility_notes(target_spec, draft_spec))
     for label, side in zip(("target", "drafter"), sides, strict=True):
-        notes += format_notes(side.stored_formats(), label)
-    error = ConfigError if config_problems else CheckpointError
-    raise_all(error, pair_heading(target, drafter), [*config_problems, *tensor_problems])
+        found.notes.extend(format_notes(side.stored_formats(), label))
+    error = ConfigError if found.config_problems else CheckpointError
+    raise_all(error, pair_heading(target, drafter), [*found.config_problems, *found.tensor_problems])
     assert target_spec is not None
     return CheckpointPair(
         target=target_spec,
@@ -126,7 +123,7 @@ def open_pair(
         source_files=tuple(dict.fromkeys(path for side in sides for path in side.files)),
         tokenizer_files=tokenizer_files(target),
         quantization=_stored_quantization(sides),
-        notes=tuple(notes),
+        notes=tuple(found.notes),
         _sources={name: source for side in sides for name, source in side.sources.items()},
         _quantized={name: source for side in sides for name, source in side.quantized.items()},
     )
@@ -150,6 +147,15 @@ def read_pair(
 _Spec = TypeVar("_Spec", TargetSpec, DraftSpec)
 
 
+@dataclass(frozen=True)
+class _Findings:
+    """Everything that is wrong with a pair, or ambiguous, so far."""
+
+    config_problems: list[str] = field(default_factory=list)
+    tensor_problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Side(Generic[_Spec]):
     """One of the two checkpoints, as far as it could be opened."""
@@ -168,102 +174,76 @@ class _Side(Generic[_Spec]):
 _ABSENT: _Side[Any] = _Side(spec=None, table={}, sources={}, files=())
 
 
-def _open_target(
-    directory: Path,
-    stored: StoredTensors,
-    config_problems: list[str],
-    tensor_problems: list[str],
-    notes: list[str],
-    *,
-    drafts_itself: bool,
-) -> _Side[TargetSpec]:
-    names = _all_names(stored)
-    spec = parse_target(directory, config_problems, notes=notes, tensor_names=names, drafts_itself=drafts_itself)
-    scheme = read_scheme(directory, label="target", problems=config_problems)
+def _open_target(directory: Path, stored: StoredTensors, found: _Findings, *, drafts_itself: bool) -> _Side[TargetSpec]:
+    names, problems = _all_names(stored), found.tensor_problems
+    spec = parse_target(
+        directory, found.config_problems, notes=found.notes, tensor_names=names, drafts_itself=drafts_itself
+    )
+    scheme = read_scheme(directory, label="target", problems=found.config_problems)
     if spec is None:
         return _ABSENT
-    spec = resolve_tied_head(spec, stored, notes)
-    table = spec.weights()
-    foreign = target_names(spec, names)
-    kv_scales, rest = resolve_kv_scales(spec, stored, scheme, label="target", problems=tensor_problems)
-    quantized, rest = resolve_quantized(table, foreign, rest, scheme, label="target", problems=tensor_problems)
-    plain = {name: weight for name, weight in table.items() if name not in quantized}
-    plain_names = {name: foreign[name] for name in plain}
-    may_ignore = partial(is_ignorable_in_target, spec)
-    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="target", problems=tensor_problems)
-    files = _source_files(directory, stored)
-    return _Side(spec=spec, table=table, sources=sources, quantized=quantized, kv_scales=kv_scales, files=files)
+    spec = resolve_tied_head(spec, stored, found.notes)
+    kv_scales, rest = resolve_kv_scales(spec, stored, scheme, label="target", problems=problems)
+    may_ignore, files = partial(is_ignorable_in_target, spec), _source_files(directory, stored)
+    side = _located(spec, target_names(spec, names), rest, scheme, may_ignore, files, problems, label="target")
+    return replace(side, kv_scales=kv_scales)
 
 
 def _open_drafter(
-    directory: Path,
-    overrides: AbcMapping[str, Any],
-    target: TargetSpec | None,
-    config_problems: list[str],
-    tensor_problems: list[str],
-    notes: list[str],
+    directory: Path, overrides: AbcMapping[str, Any], target: TargetSpec | None, found: _Findings
 ) -> _Side[DraftSpec]:
-    stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
-    scheme = read_scheme(directory, label="drafter", problems=config_problems)
+    problems = found.tensor_problems
+    stored = scan_tensors(directory, label="drafter", problems=problems)
+    scheme = read_scheme(directory, label="drafter", problems=found.config_problems)
     spec = parse_draft(
         directory,
         _all_names(stored),
-        config_problems,
-        notes=notes,
+        found.config_problems,
+        notes=found.notes,
         overrides=overrides,
         num_target_layers=None if target is None else target.num_layers,
     )
     if spec is None:
         return _ABSENT
-    names, num_problems = draft_names(spec, _all_names(stored)), len(tensor_problems)
-    side = _located(
-        spec,
-        names,
-        stored,
-        scheme,
-        partial(is_ignorable_in_drafter, spec),
-        _source_files(directory, stored),
-        tensor_problems,
-    )
-    if len(tensor_problems) == num_problems:
-        check_draft_vocabulary(spec, stored, tensor_problems)
+    names, num_problems = draft_names(spec, _all_names(stored)), len(problems)
+    may_ignore, files = partial(is_ignorable_in_drafter, spec), _source_files(directory, stored)
+    side = _located(spec, names, stored, scheme, may_ignore, files, problems, label="drafter")
+    if len(problems) == num_problems:
+        check_draft_vocabulary(spec, stored, problems)
     return side
 
 
 def _open_mtp(
-    directory: Path,
-    overrides: AbcMapping[str, Any],
-    target: TargetSpec,
-    stored: StoredTensors,
-    config_problems: list[str],
-    tensor_problems: list[str],
+    directory: Path, overrides: AbcMapping[str, Any], target: TargetSpec, stored: StoredTensors, found: _Findings
 ) -> _Side[DraftSpec]:
     """The head in the target's own checkpoint, whose files are the target's."""
     names = _all_names(stored)
     head = mtp_tensors(target, model_prefix(names))
-    spec = parse_mtp(directory, target, head, names, config_problems, overrides=overrides)
+    spec = parse_mtp(directory, target, head, names, found.config_problems, overrides=overrides)
     if spec is None or head is None:
         return _ABSENT
     scheme = read_scheme(directory, label="target", problems=[])  # the target's side has reported its problems
-    may_ignore = partial(is_ignorable_beside_mtp, head)
-    return _located(spec, mtp_names(spec, target, head, names), stored, scheme, may_ignore, (), tensor_problems)
+    foreign, may_ignore = mtp_names(spec, target, head, names), partial(is_ignorable_beside_mtp, head)
+    return _located(spec, foreign, stored, scheme, may_ignore, (), found.tensor_problems, label="drafter")
 
 
 def _located(
-    spec: DraftSpec,
+    spec: _Spec,
     names: ForeignTable,
     stored: StoredTensors,
     scheme: Scheme | None,
     may_ignore: Callable[[str], bool],
     files: tuple[Path, ...],
     problems: list[str],
-) -> _Side[DraftSpec]:
-    """A drafter with the places of its tensors."""
+    *,
+    label: str,
+) -> _Side[_Spec]:
+    """A model with the places of its tensors."""
     table = spec.weights()
-    quantized, rest = resolve_quantized(table, names, stored, scheme, label="drafter", problems=problems)
+    quantized, rest = resolve_quantized(table, names, stored, scheme, label=label, problems=problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
-    sources = resolve_sources(plain, plain_names, rest, may_ignore, label="drafter", problems=problems)
+    sources = resolve_sources(plain, plain_names, rest, may_ignore, label=label, problems=problems)
     return _Side(spec=spec, table=table, sources=sources, quantized=quantized, files=files)
 
 
