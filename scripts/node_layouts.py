@@ -24,29 +24,34 @@ from scripts.published_shapes import write_config
 _RATE: Final = 0.8  # of drafts, after an accepted one
 _GOALS: Final = (50.0, 100.0, 200.0)  # tok/s per user
 _LENGTHS: Final = Lengths(num_prompt_tokens=4096, num_output_tokens=1024)
+_SHORT_LENGTHS: Final = Lengths(num_prompt_tokens=1024, num_output_tokens=512)  # where attention beyond is sparse
+_MOST_DENSE_TOKENS: Final = 2048
 _NAMES: Final = ("tp8x1", "tp8ep8x1", "dp8ep8x1", "tp1x8")
 _PAIRS: Final = (
     ("moonshotai/Kimi-K2.6", "z-lab/Kimi-K2.6-DFlash"),
     ("deepseek-ai/DeepSeek-V3", None),
+    ("zai-org/GLM-5-FP8", None),
     ("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
     ("Qwen/Qwen3.5-397B-A17B", "z-lab/Qwen3.5-397B-A17B-DFlash"),
 )
 
 
-def _found(pair: PairSpecs, gpu: str) -> dict[str, Layout]:
+def _found(pair: PairSpecs, gpu: str, lengths: Lengths) -> dict[str, Layout]:
     """By name, of the largest batch that fits; no prefill workers."""
-    config = BuildConfig(target="t", max_batch_size=256, max_num_tokens=4096, max_seq_len=131072)
+    max_seq_len = min(131072, pair.target.max_position_embeddings)
+    config = BuildConfig(target="t", max_batch_size=256, max_num_tokens=4096, max_seq_len=max_seq_len)
     acceptance = None
     if pair.draft is not None:
         acceptance = AcceptanceByPosition(tuple(_RATE**i for i in range(1, pair.draft.max_draft_len + 1)))
-    goal = Goal(num_gpus=GPUS_PER_NODE, lengths=_LENGTHS)
+    goal = Goal(num_gpus=GPUS_PER_NODE, lengths=lengths)
     found, _ = layouts(config, [(pair, acceptance)], clock_of(gpu_of(gpu), None), goal)
     return {layout.name: layout for layout in found if layout.format is None and not layout.num_prefill_workers}
 
 
 def _rows(target: str, drafter: str | None, gpu: str, root: Path) -> Iterator[str]:
     pair = read_pair(write_config(root, target), None if drafter is None else write_config(root, drafter))
-    found = _found(pair, gpu)
+    lengths = _SHORT_LENGTHS if pair.target.max_position_embeddings <= _MOST_DENSE_TOKENS else _LENGTHS
+    found = _found(pair, gpu, lengths)
     for name in _NAMES:
         cells = [target.partition("/")[2], gpu.upper(), name]
         if name not in found:
@@ -55,7 +60,7 @@ def _rows(target: str, drafter: str | None, gpu: str, root: Path) -> Iterator[st
         layout = found[name]
         cells.append(f"{layout.num_replicas * layout.made.num_kv_tokens / 1e6:.2f} M")
         for per_user in _GOALS:
-            goal = Goal(num_gpus=GPUS_PER_NODE, lengths=_LENGTHS, per_user=per_user)
+            goal = Goal(num_gpus=GPUS_PER_NODE, lengths=lengths, per_user=per_user)
             best = choices([layout], goal)
             cells.append(f"{best[0].speed.output_tok_per_s:,.0f}" if best else "-")
         yield f"| {' | '.join(cells)} |"
