@@ -30,6 +30,8 @@ VARIANTS: tuple[Variant, ...] = (
     ("fp8 + drafter's lm_head nvfp4", "float32", {"target": "fp8", "draft_lm_head": "nvfp4"}),
     ("fp8 + K/V fp8", "float32", {"target": "fp8", "kv_cache": "fp8"}),
     ("fp8, drafter nvfp4", "float32", {"target": "fp8", "drafter": "nvfp4"}),
+    ("int8", "float32", {"target": "int8"}),
+    ("int8 + lm_head int8", "float32", {"target": "int8", "lm_head": "int8"}),
     ("nvfp4, drafter plain", "float32", {"target": "nvfp4", "drafter": "none"}),
     ("nvfp4", "float32", {"target": "nvfp4"}),
     ("nvfp4, drafter fp8", "float32", {"target": "nvfp4", "drafter": "fp8"}),
