@@ -17,6 +17,7 @@ from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from tests.dflash2_files import make_dflash2_drafter
+from tests.dspark_files import save_dspark_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.executor.attention_dp import engine_loop, requests, run
 from tests.executor.rank_engines import KV_CACHE_BYTES, build
@@ -53,7 +54,7 @@ def test_two_ranks_give_each_request_what_one_gives(tmp_path: Path, family: str)
         assert both[1][name] == both[0][name], name
 
 
-@pytest.mark.parametrize("make_drafter", [save_eagle3_head, make_dflash2_drafter])
+@pytest.mark.parametrize("make_drafter", [save_eagle3_head, save_dspark_drafter, make_dflash2_drafter])
 def test_so_do_drafters_of_other_kinds(tmp_path: Path, make_drafter: Callable[..., Any]) -> None:
     target = make_target(tmp_path / "target", family="qwen3_moe")
     make_drafter(tmp_path / "drafter", target_dir=target)
