@@ -1,4 +1,6 @@
-"""One rank of a TensorRT engine in a process of its own: RANK NUM_RANKS TARGET DRAFTER STORE NCCL.
+"""One rank of a TensorRT engine in a process of its own: RANK NUM_RANKS TARGET DRAFTER STORE NCCL KIND.
+
+Ranks of KIND "tp" divide attention, those of "dp" have requests of their own, which are the same ones here.
 
 Everything around the engine is the product's: the process group over gloo, the communicator, the contexts that get it,
 the executor and its checks. The engine is the interpreter, whose collectives call NCCL with the communicator that
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from dflash_trt.backends.tensorrt.communicator import CAPSULE_NAME, Communicator
 from dflash_trt.backends.tensorrt.context import StepContexts
-from dflash_trt.backends.tensorrt.exchange_check import check_exchange
+from dflash_trt.backends.tensorrt.exchange_check import check_exchange, check_shared_rows
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.core.errors import EngineDirError
@@ -34,6 +36,7 @@ from tests.trt.interpreter import NetworkInterpreter, Step
 from tests.trt.networks import MAX_SEQ_LEN, DefinedStep, define_pair
 from tests.trt.plugin_reference import PluginReference
 
+_NCCL: Any = None  # the stand-in
 CPU = torch.device("cpu")
 REQUESTS: dict[str, Any] = {"samplings": SAMPLED, "num_draft_tokens": (3, 0, 3), "num_new": 6}
 _LIMITS: dict[str, Any] = {
@@ -51,21 +54,50 @@ class NcclInterpreter(NetworkInterpreter):
     is_deaf = False
 
     def _dist_collective(self, layer: Any) -> Step:
-        nccl, num_ranks, kind = ctypes.CDLL("libnccl.so.2"), layer.num_ranks, layer.name.split()[0]
+        num_ranks, kind = layer.num_ranks, layer.name.split()[0]
+        collectives = {
+            "ALL_REDUCE": self._all_reduce,
+            "ALL_GATHER": self._all_gather,
+            "REDUCE_SCATTER": self._reduce_scatter,
+            "ALL_TO_ALL": self._all_to_all,
+        }
 
         def exchange(given: list[Tensor]) -> list[Tensor]:
-            x = given[0].contiguous()
-            assert x.dtype == torch.float32 and self.communicator is not None
-            out = x.new_empty(x.shape if kind == "ALL_REDUCE" else (num_ranks * len(x), *x.shape[1:]))
-            pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
-            count, float32, communicator = ctypes.c_size_t(x.numel()), 7, ctypes.c_void_p(self.communicator)
-            if kind == "ALL_REDUCE":
-                assert nccl.ncclAllReduce(*pointers, count, float32, 0, communicator, None) == 0
-                return [x if self.is_deaf else out]
-            assert nccl.ncclAllGather(*pointers, count, float32, communicator, None) == 0
-            return [out]
+            assert self.communicator is not None
+            x = given[0].contiguous().view(torch.float32)  # integers are moved alone
+            return [collectives[kind](x, num_ranks).view(given[0].dtype)]
 
         return exchange
+
+    def _all_reduce(self, x: Tensor, num_ranks: int) -> Tensor:
+        out = torch.empty_like(x)
+        self._call("ncclAllReduce", x, out, x.numel(), 0)
+        return x if self.is_deaf else out
+
+    def _all_gather(self, x: Tensor, num_ranks: int) -> Tensor:
+        out = x.new_empty(num_ranks * len(x), *x.shape[1:])
+        self._call("ncclAllGather", x, out, x.numel())
+        return out
+
+    def _reduce_scatter(self, x: Tensor, num_ranks: int) -> Tensor:
+        out = x.new_empty(len(x) // num_ranks, *x.shape[1:])
+        self._call("ncclReduceScatter", x, out, out.numel(), 0)
+        return x[: len(out)] if self.is_deaf else out
+
+    def _all_to_all(self, x: Tensor, num_ranks: int) -> Tensor:
+        out = torch.empty_like(x)
+        assert _NCCL.ncclGroupStart() == 0
+        for peer, (sent, received) in enumerate(zip(x.chunk(num_ranks), out.chunk(num_ranks), strict=True)):
+            for name, part in (("ncclSend", sent), ("ncclRecv", received)):
+                self._call(name, part, None, part.numel(), peer)
+        assert _NCCL.ncclGroupEnd() == 0
+        return out
+
+    def _call(self, name: str, x: Tensor, out: Tensor | None, count: int, *options: int) -> None:
+        """With float32, and the operation or the other rank of `options`."""
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, out) if tensor is not None]
+        more = (ctypes.c_size_t(count), 7, *options, ctypes.c_void_p(self.communicator), None)
+        assert getattr(_NCCL, name)(*pointers, *more) == 0
 
 
 class RankContext(FakeContext):
@@ -113,10 +145,20 @@ def make_engine(target: Path, drafter: Path, mapping: Mapping) -> tuple[RankEngi
     return RankEngine(step, limits), step
 
 
-def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path) -> dict[str, Any]:
+def run_rank(
+    rank: int, num_ranks: int, target: Path, drafter: Path, store: Path, *, has_own_requests: bool
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     ranks = ProcessRanks.join(store, rank=rank, num_ranks=num_ranks, device=CPU, timeout_s=120.0)
-    engine, defined = make_engine(target, drafter, Mapping(world_size=num_ranks, tp_size=num_ranks, rank=rank))
+    sizes = {"dp_size" if has_own_requests else "tp_size": num_ranks}
+    engine, defined = make_engine(target, drafter, Mapping(world_size=num_ranks, rank=rank, **sizes))
+
+    def check() -> None:
+        if has_own_requests:
+            check_shared_rows(executor, ranks)
+        else:
+            check_exchange(executor, rank=rank, num_ranks=num_ranks)
+
     interpreter: Any = engine.interpreter
     limits = ExecutorLimits(max_draft_len=defined.spec.max_draft_len, num_pages=256, max_prompt_scores=64, **_LIMITS)
     communicator = Communicator.join(ranks.shared_bytes, rank=rank, num_ranks=ranks.num_ranks)
@@ -136,12 +178,12 @@ def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path
     executor._owners = (engine,)
     executor._communicator = communicator
     executor.warm_up()
-    check_exchange(executor, rank=rank, num_ranks=num_ranks)
+    check()
     steps, _ = trace(executor, **REQUESTS)
     uses = answers(executor)
     interpreter.is_deaf = True
     try:
-        check_exchange(executor, rank=rank, num_ranks=num_ranks)
+        check()
         complaint = ""
     except EngineDirError as error:
         complaint = str(error)
@@ -171,7 +213,8 @@ def run_rank(rank: int, num_ranks: int, target: Path, drafter: Path, store: Path
 
 if __name__ == "__main__":
     rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(sys.argv[6], ctypes.RTLD_GLOBAL)  # answers to the name libnccl.so.2 from now on
-    found = run_rank(rank, num_ranks, *(Path(argument) for argument in sys.argv[3:6]))
+    _NCCL = ctypes.CDLL(sys.argv[6], ctypes.RTLD_GLOBAL)  # answers to the name libnccl.so.2 from now on
+    paths = [Path(argument) for argument in sys.argv[3:6]]
+    found = run_rank(rank, num_ranks, *paths, has_own_requests=sys.argv[7] == "dp")
     if rank == 0:
         sys.stdout.write(json.dumps(found))

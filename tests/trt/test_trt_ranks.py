@@ -35,13 +35,15 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.fixture(scope="module")
-def outcome(trt: ModuleType, nccl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["tp", "dp"])
+def outcome(
+    trt: ModuleType, nccl: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
     """Of rank 0 of two, and one rank's steps under "expected"."""
     root = tmp_path_factory.mktemp("ranks")
-    target, drafter = make_pair(root)
+    target, drafter = make_pair(root, family="qwen3" if request.param == "tp" else "qwen3_moe")
     words = [sys.executable, "-m", "tests.trt.rank_process"]
-    rest = ["2", target, drafter, root / "store", nccl]
+    rest = ["2", target, drafter, root / "store", nccl, request.param]
     commands = [[str(word) for word in (*words, rank, *rest)] for rank in range(2)]
     with subprocess.Popen(commands[1], cwd=ROOT) as other:
         try:
@@ -53,6 +55,7 @@ def outcome(trt: ModuleType, nccl: Path, tmp_path_factory: pytest.TempPathFactor
     executor = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
     expected, _ = trace(executor, **REQUESTS)
     found: dict[str, Any] = json.loads(first.stdout)
+    found["kind"] = request.param
     of_one_rank = {"expected": integers(expected), "expected uses": answers(executor)}
     return found | json.loads(json.dumps(of_one_rank))
 
@@ -79,8 +82,11 @@ def test_graphs_and_contexts_are_gone_before_the_communicator(outcome: dict[str,
 
 
 def test_sums_that_do_nothing_are_noticed_though_all_ranks_agree_on_the_logits(outcome: dict[str, Any]) -> None:
-    message = "collectives of rank 0: expected K/V of target_kv.1 that depend on all 2 ranks, found K/V of this rank"
-    assert message in outcome["complaint"]
+    messages = {
+        "tp": "collectives of rank 0: expected K/V of target_kv.1 that depend on all 2 ranks, found K/V of this rank",
+        "dp": "expected target_kv.0 of rank 1 as on rank 0, after the same tokens",
+    }
+    assert messages[outcome["kind"]] in outcome["complaint"]
 
 
 def test_an_engine_that_refuses_the_communicator_is_refused() -> None:
