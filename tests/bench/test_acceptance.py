@@ -40,6 +40,15 @@ def test_a_server_that_tells_the_same_steps_has_the_same_numbers() -> None:
     assert told == acceptance(counts_of_texts(texts(*steps)))
 
 
+def test_answers_with_fewer_positions_count_where_they_have_drafts() -> None:
+    steps = [(3, 3), (1, 1)]
+    shorter = speculation([(1, 1)]) | {"acceptance_histogram": [0, 1], "num_spec_tokens": 1}
+    for answers in ([speculation(steps), shorter], [shorter, speculation(steps)]):
+        found = acceptance(counts_of_answers(answers))
+        assert found is not None and (found.num_verify_steps, found.length) == (3, pytest.approx(8 / 3))
+        assert found.by_position == (1.0, 1.0, 1.0)
+
+
 def test_the_interval_holds_the_mean_and_narrows_with_more_texts() -> None:
     """Texts that are all alike leave no doubt."""
     few = [[(3, 3)], [(3, 0)], [(3, 1), (3, 1)]]
