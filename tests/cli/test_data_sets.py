@@ -1,5 +1,6 @@
 """Rows of Hugging Face data sets, as `datasets` itself writes them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,14 @@ def test_files_that_are_broken_and_a_library_that_is_missing_are_refused(tmp_pat
     monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package pyarrow.*dflash-trt\[datasets\]"):
         read_conversations(tmp_path / "e")
+
+
+def test_a_column_is_named_once_by_a_known_field() -> None:
+    assert columns_of(["prompt=a=b", "category=c"]) == {"prompt": "a=b", "category": "c"}
+    for words, found in (
+        (["prompt=a", "prompt=b"], "prompt=a, prompt=b"),
+        (["prompt=a", "x=b", "category"], "x=b, category"),
+        (["prompt="], "prompt="),
+    ):
+        with pytest.raises(ConfigError, match=f"--column: expected FIELD=COLUMN.*, found {re.escape(found)}\\."):
+            columns_of(words)
