@@ -378,6 +378,7 @@ def test_a_report_is_the_baseline_of_a_later_one(measured: Callable[..., Result]
     assert missed.exit_code == 3
     assert f"mine: acceptance length 0.929 times that of {path}" in missed.stdout
     assert "other (at least 0.95): 1 passed" in missed.stdout and "mine (at least 0.95): 0.9286 FAILED" in missed.stdout
+    assert measured("--baseline", path, "--min-acceptance-ratio", 0.9, engines=("mine=dflash",)).exit_code == 0
     document = json.loads(measured("--baseline", path, "--min-acceptance-ratio", 0.9, "--json").stdout)
     assert document["baseline_ratios"] == {"mine": pytest.approx(3.25 / 3.5), "other": 1.0}
     assert [gate["has_passed"] for gate in document["gates"]] == [True, True]

@@ -20,10 +20,12 @@ from dflash_trt.bench.roofline import Roofline
 from dflash_trt.bench.speedup import SideReport
 from dflash_trt.bench.throughput import PolicyReport
 from dflash_trt.cli import build, eval, inspect, plan, plan_advice
+from dflash_trt.cli import check as checks
 from dflash_trt.cli.bench_report import gate_lines
 from dflash_trt.cli.report import RunSummary, summary_lines
 from dflash_trt.demo import PROMPTS
 from tests.cli.conftest import Invoke
+from tests.cli.test_check import report as report_of_a_check
 from tests.cli.test_help import COMMANDS
 from tests.cli.test_inspect import RECORD
 from tests.distinct import Distinct
@@ -256,6 +258,16 @@ def test_engines(engine_dir: Path, invoke, capsys) -> None:
     report["files"][first]["is_hash_verified"] = False
     inspect._print(report)
     check("inspect", capsys.readouterr().out)
+
+
+def test_checks(capsys) -> None:
+    """Of layers the eight kinds that come first are named."""
+    fields = checks.describe(report_of_a_check())
+    fields |= {"layer_counts": {f"KIND_{i}": 100 + i for i in range(10)}, "inputs": ["a", "b"], "outputs": ["c", "d"]}
+    fields |= {"flags": ["one", "two"], "warnings": ["three", "four"], "notes": ["five", "six"]}
+    checks._print(fields)
+    checks._print(fields | {"flags": [], "state_bytes_per_slot": 0, "ranks": [0]})
+    check("check", capsys.readouterr().out)
 
 
 def test_builds(engine_dir: Path, monkeypatch, capsys) -> None:
