@@ -15,11 +15,11 @@ from dflash_trt.core.step_plan import ExecutorLimits, JointRows, StepResult
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.planner import PlannedStep
+from dflash_trt.scheduler.request_pool import check_queue
 from dflash_trt.scheduler.scheduler import Scheduler, check_fits, max_len_of
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.shared_prefixes import SharedPrefixes
 from dflash_trt.scheduler.statistics import SchedulerStatistics, of_all_ranks
-from dflash_trt.scheduler.waiting_queue import check_queue
 
 
 class DataParallelScheduler:
