@@ -48,13 +48,13 @@ class StoredTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(config.get("split_special_tokens"))
-        special_tokens = _read_optional(directory / SPECIAL_TOKENS_NAME)
+        special_tokens, template = _read_optional(directory / SPECIAL_TOKENS_NAME), directory / TEMPLATE_NAME
         if special_tokens is None:
             special_tokens = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
         return cls(
             backend=backend,
             special_tokens={name: _spelled(token) for name, token in special_tokens.items()},
-            chat_templates=_read_templates(directory / TEMPLATE_NAME, config),
+            chat_templates=_templates(template.read_text(encoding="utf-8") if template.is_file() else None, config),
         )
 
     def chat_template(self, *, has_tools: bool) -> str:
@@ -84,10 +84,6 @@ def stored_chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     config = parse_json_object(files[CONFIG_NAME]) if CONFIG_NAME in files else {}
     template = files[TEMPLATE_NAME].decode() if TEMPLATE_NAME in files else None
     return _templates(template, config)
-
-
-def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    return _templates(path.read_text(encoding="utf-8") if path.is_file() else None, config)
 
 
 def _templates(file: str | None, config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +77,7 @@ class SweepReport:
 
         figure = Figure(
             title=f"Throughput against speed per user, {SIMULATED}",
-            curves=curves(self.points, _drafter),
+            curves=curves(self.points, attrgetter("drafter")),
             unit="GPU",
             caption=(
                 f"Simulated, not measured: {self.subject} on {self.hardware}. Assumptions: in this file's description.",
@@ -114,10 +115,6 @@ def _shares(points: Sequence[SimulatedPoint]) -> str:
     total = sum(seconds.values())
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{source} {part / total:.0%}" for source, part in ordered if part >= _SHOWN * total)
-
-
-def _drafter(point: SimulatedPoint) -> str:
-    return point.drafter
 
 
 def _row(point: SimulatedPoint) -> tuple[str, ...]:
