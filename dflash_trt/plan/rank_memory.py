@@ -81,18 +81,14 @@ def rank_memory(
         has_pages_last=has_pages_last,
         context_bytes=CONTEXT_BYTES,
         weights_bytes=weights_bytes,
-        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last) + _rules_bytes(steps),
+        buffers_bytes=buffers_bytes(steps, has_nodes=has_pages_last)
+        + rules_bytes(limits.max_batch_size + 1, steps.max_positions),  # of every slot, and of padding
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
         activations_bytes=activations_bytes(
             config, steps, num_tokens=_max_tokens(steps), has_rules=True, has_nodes=has_pages_last
         ),
         graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
-
-
-def _rules_bytes(limits: ExecutorLimits) -> int:
-    """Logit rules and tokens of every slot, and of padding."""
-    return rules_bytes(limits.max_batch_size + 1, limits.max_positions)
 
 
 def buffers_bytes(limits: ExecutorLimits, *, has_nodes: bool = False) -> int:
