@@ -62,7 +62,7 @@ def sides_of(engine: EngineDir) -> dict[str, Callable[[], float]]:
 @click.option("--rounds", default=5, show_default=True)
 def main(python: Path, rounds: int) -> None:
     """PYTHON has llama-cpp-python: see scripts/install_llama_cpp."""
-    ours = {kind: sides_of(engine_of(kind)) for kind in ("float32", "bfloat16", "int4")}
+    ours = {kind: sides_of(engine_of(kind)) for kind in ("float32", "bfloat16", "int8", "int4")}
     times: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         peers = {

@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
     ),
     "bench": Rule(
         knows="measurements",
-        packages=_set("serving scheduler executor plan backends network engine_dir core"),
+        packages=_set("serving scheduler executor plan backends network formats engine_dir core"),
         libraries=_set("numpy"),
         file_libraries={
             "openai_client.py": _set("aiohttp"),

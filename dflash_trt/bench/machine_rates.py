@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
+from dflash_trt.backends.torch.quantized_linear import apply_quantized, prepare_linear
+from dflash_trt.formats.int8 import Int8, Int8Weight
 from dflash_trt.network.ops import Linear
 
 _NUM_TIMES: Final = 5
@@ -68,14 +71,19 @@ def copy_rates(device: torch.device) -> dict[int, float]:
 class MatrixRates:
     """Rates of the linear layers that an engine runs here, in the layout that it gives them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_int8: bool = False) -> None:
         """Layers as a decoder has them, enough to be beyond a GPU's cache and within the last one of a CPU."""
-        self.device = device
+        self.device, self._is_int8 = device, is_int8
         hidden = 512 if device.type == "cpu" else 4096
-        shapes = [(hidden * 3 // 2, hidden), (hidden, hidden), (5 * hidden, hidden), (hidden, 5 * hidden // 2)] * 4
-        self.num_elements = sum(out * inner for out, inner in shapes)
+        self._shapes = [
+            (hidden * 3 // 2, hidden),
+            (hidden, hidden),
+            (5 * hidden, hidden),
+            (hidden, 5 * hidden // 2),
+        ] * 4
+        self.num_elements = sum(out * inner for out, inner in self._shapes)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self._linears = [self._linear(out, inner, dtype) for out, inner in shapes]
+        self._linears = [self._linear(out, inner, dtype) for out, inner in self._shapes]
         self._dtype = dtype
 
     def by_rows(self) -> dict[int, float]:
@@ -85,22 +93,20 @@ class MatrixRates:
 
     def flops_per_s(self, rows: int) -> float:
         """FLOPs per second of all layers on `rows` rows."""
-        inputs = [
-            torch.randn(rows, linear.weight.shape[1], dtype=self._dtype, device=self.device)  # type: ignore[union-attr]
-            for linear in self._linears
-        ]
+        inputs = [torch.randn(rows, inner, dtype=self._dtype, device=self.device) for _, inner in self._shapes]
 
         @torch.inference_mode()
         def run() -> None:
             for x, linear in zip(inputs, self._linears, strict=True):
-                apply_linear(x, linear)
+                apply_quantized(x, linear) if isinstance(linear.weight, Int8Weight) else apply_linear(x, linear)
 
         return 2 * rows * self.num_elements / seconds_of(run, self.device)
 
     def peaks(self) -> dict[int, float]:
-        """Peak rate by bits of the operands. A CPU computes in float32 here, a GPU also in FP8 if it can."""
+        """Peak rate by bits of the operands: of a CPU's float32 and INT8, of a GPU's bfloat16, and FP8 if it can."""
         if self.device.type == "cpu":
-            return {32: max(self.by_rows().values())}
+            integers = MatrixRates(self.device, is_int8=True)
+            return {bits: max(rates.by_rows().values()) for bits, rates in ((32, self), (8, integers))}
         size = 8192
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
         peaks = {16: 2.0 * size**3 / seconds_of(lambda: a @ b, self.device)}
@@ -116,6 +122,9 @@ class MatrixRates:
     def _linear(self, out: int, inner: int, dtype: torch.dtype) -> Linear[Tensor]:
         weight = torch.randn(out, inner, device=self.device).bfloat16().to(dtype)  # as from a checkpoint in bfloat16
         linear = Linear(weight=weight, bias=None, name="probe")
+        if self._is_int8:
+            codes = Int8().quantize_matrix(weight, segments=(out,), weight_amax=weight, input_amax=None)
+            return prepare_linear(replace(linear, weight=codes), dtype, kernels=cpu_library())
         return pack_for_cpu(linear, cpu_library()) if self.device.type == "cpu" else linear
 
 

@@ -87,13 +87,13 @@ class Gpu:
         from dflash_trt.formats.registry import weight_format
 
         known = weight_format(format_name)
-        if known.is_weight_only or self.capability is None or self.capability < (known.first_capability or (0, 0)):
-            return PLAIN_BITS
         columns = known.columns_per_block * 2
         codes = next(iter(known.layout((1, columns), (1,)).values()))
-        if codes.dtype == "int8" and not self.has_integer_units:
-            return PLAIN_BITS
-        return codes.num_bytes * 8 // columns
+        if codes.dtype == "int8":  # on a CPU, too
+            has_units = self.has_integer_units
+        else:
+            has_units = self.capability is not None and self.capability >= (known.first_capability or (0, 0))
+        return codes.num_bytes * 8 // columns if has_units and not known.is_weight_only else PLAIN_BITS
 
 
 def _gib(number: float) -> int:

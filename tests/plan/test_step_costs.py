@@ -171,6 +171,11 @@ def test_operands_are_as_wide_as_codes_where_the_gpu_quantizes_activations(
     assert gpu_of(gpu).operand_bits(name) == bits
 
 
+def test_a_cpu_multiplies_integers_as_they_are_and_all_other_codes_as_plain_numbers() -> None:
+    cpu = Gpu(name="cpu", memory_bytes=1, peak_flops={32: 1.0, 8: 4.0})
+    assert [cpu.flops_of(cpu.operand_bits(name)) for name in ("int8", "fp8", "int4", None)] == [4.0, 1.0, 1.0, 1.0]
+
+
 def test_names_of_gpus_are_in_any_case_and_sizes_in_gib() -> None:
     assert gpu_of("H200") is gpu_of("h200")
     assert (gpu_of("1.5").memory_bytes, gpu_of("1.5").name) == (3 << 29, "GPU of 1.5 GiB")
