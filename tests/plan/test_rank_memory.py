@@ -1,6 +1,5 @@
 """Memory that a plan counts for a step, against what the GPU's executor allocates and holds. No GPU is needed."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +258,7 @@ def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -
     counts = []
     for more in (0, 64):
         size = big + more
-        target, draft = probe_specs(replace(WIDE, vocab_size=size if part == "target's logits" else 64))
+        target, draft = probe_specs(WIDE._replace(vocab_size=size if part == "target's logits" else 64))
         wide = {"feed_forward": Dense(intermediate_size=size)}
         if part == "target's MLP":
             target = target.model_copy(update={"layers": (target.layers[0].model_copy(update=wide),) * 4})
