@@ -21,7 +21,7 @@ from dflash_trt.formats.registry import dequantize, split_quantized, weight_form
 from tests.checkpoint.compressed_target import INPUT_RANGE, NVFP4_MAX, PUBLISHED, TOKENS, compress
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, weights_of
 from tests.engines import decode, make_executor
-from tests.factories import Tensors, edit_json, make_target, read_json
+from tests.factories import Tensors, edit_json, make_target, make_zlab_drafter, read_json
 
 WEIGHT_ONLY = [name for name, (ours, _, _) in PUBLISHED.items() if weight_format(ours).is_weight_only]
 DOWN = "model.layers.1.mlp.down_proj"
@@ -135,6 +135,16 @@ def test_an_engine_of_int8_rounds_each_token_as_vllm_does(source: Path, tmp_path
 
     assert error(expected) < 1e-4  # measured 2.6e-6
     assert error(unrounded) > 1e-2  # the negative control: 0.063
+
+
+def test_a_drafter_of_int8_drafts_and_changes_no_text(source: Path, tmp_path: Path) -> None:
+    drafter = make_zlab_drafter(tmp_path / "source", target_dir=source)
+    compress(drafter, tmp_path / "drafter", "W8A8", ignored=("fc",))
+    pair = open_pair(source, tmp_path / "drafter")
+    assert set(pair.quantization.linears.values()) == {"int8"} and "draft.layers.0.down" in pair.quantization.linears
+    prompt = list(range(4, 40))
+    drafted = decode(make_executor(source, tmp_path / "drafter"), prompt, 16, num_draft_tokens=3)
+    assert drafted.tokens[:16] == decode(make_executor(source), prompt, 16, num_draft_tokens=0).tokens[:16]
 
 
 @pytest.mark.parametrize("name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "INT4 g32", "NVFP4"])
