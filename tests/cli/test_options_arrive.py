@@ -218,6 +218,14 @@ def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
     assert lines[0] == "settings: --device auto"
 
 
+def test_options_of_the_chat_template_are_told_where_there_are_conversations(llm, invoke, monkeypatch) -> None:
+    monkeypatch.setattr(llm, "chat_template_options", {"a": True, "b": "built"})
+    words = ("run", "dir", "--prompt", "x")
+    assert "chat template" not in invoke(*words).stderr
+    told = invoke(*words, "--chat", "--chat-template-option", "b=told").stderr.splitlines()
+    assert [line for line in told if "chat template" in line] == ['chat template: a=true, b="told"']
+
+
 def test_settings_are_shown_as_the_options_that_ask_for_them(llm, invoke) -> None:
     words = ["--device", "cpu", "--draft-length", "1:7,16:5", "--no-prefix-caching", "--no-overlap", "--deterministic"]
     words += ["--kv-cache-bytes", "3000000000", "--plugin-library", "/a b/plugin.so"]

@@ -68,6 +68,7 @@ def test_every_name_gets_an_answer_in_every_command(name: str) -> None:
         check_names(answer, LEAVES[name])
         named = re.findall(r"--[a-z-]+|Use the argument", answer)
         assert named or not NAMES[foreign].ours, "an answer that names what is ours"
+        assert answer.endswith(NAMES[foreign].sentence), "and what else is to be said"
 
 
 @pytest.mark.parametrize("typed", ["-tp", "-pp", "-dp", "-ep"])

@@ -90,6 +90,7 @@ def test_prefill_workers_that_pay_are_named_and_served(pair, invoke) -> None:
     assert number > 0 and 0 in others and first["layout"] == "tp2x4"
     words = shlex.split(report["commands"][1])
     options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options["--gpus"] == "0,1,2,3,4,5,6,7", "of all replicas, with two ranks each"
     assert options["--prefill-workers"] == str(number) and options["--host-cache-bytes"].endswith("GiB")
     bytes_per_prompt = 8000 * 147456 // 2  # of each of two ranks
     host_bytes = options["--host-cache-bytes"].removesuffix("GiB")

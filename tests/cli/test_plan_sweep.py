@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.cli.plan_sweep import _layout
 from dflash_trt.simulation.load import Lengths
 from dflash_trt.simulation.sweep import Workload
 from tests.cli.calls import Recorder
@@ -54,6 +55,7 @@ def test_every_drafter_is_simulated_in_every_layout_with_every_k(pair, invoke) -
     drafters = ("--other-drafter", head, "--accepted", ACCEPTED, "--accepted", "0.7,0.4,0.2")
     report = sweep(invoke, target, drafter, *words, *drafters, "--sweep-draft-length", 2, "--sweep-draft-length", 3)
     points = report["points"]
+    assert report["hardware"] == "4 x h200", "of the largest"
     sides = [("AR", 0), ("DFlash", 2), ("DFlash", 3), ("EAGLE-3", 2), ("EAGLE-3", 3)]
     found = [(point["drafter"], point["num_draft_tokens"], point["layout"]) for point in points]
     assert sorted(found) == sorted((*side, layout) for side in sides for layout in ("tp1x1", "tp2x2"))
@@ -68,6 +70,21 @@ def test_every_drafter_is_simulated_in_every_layout_with_every_k(pair, invoke) -
     assert named["point"]["output_tok_per_s_per_gpu"] == max(
         point["output_tok_per_s_per_gpu"] for point in points if point["tok_per_s_per_user"] >= 100
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "num_replicas"),
+    [
+        ("tp8ep4", (8, 4, False), 1),
+        ("tp2", (2, 1, False), 1),
+        ("tp1x8", (1, 1, False), 8),
+        ("dp4", (4, 1, True), 1),
+        ("dp8ep2x3", (8, 2, True), 3),
+    ],
+)
+def test_a_layout_is_ranks_groups_of_experts_and_replicas(text, sizes, num_replicas) -> None:
+    fields = dict(zip(("tp_size", "ep_size", "attention_dp"), sizes, strict=True))
+    assert _layout(text) == (fields, num_replicas)
 
 
 def test_everything_that_is_written_says_that_it_is_simulated_and_what_was_assumed(pair, invoke, tmp_path) -> None:
