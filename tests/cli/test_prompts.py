@@ -29,6 +29,11 @@ def test_ids_are_the_rows_own_or_line_numbers() -> None:
     assert [row.row_id for row in rows] == [1, "mine", 3]
 
 
+@pytest.mark.parametrize("row_id", [0, -1, "", "a"])
+def test_every_text_and_every_integer_is_an_id(row_id: int | str) -> None:
+    assert [row.row_id for row in _rows({"prompt": "a"}, {"prompt": "b", "id": row_id})] == [1, row_id]
+
+
 def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -> None:
     defaults = Defaults(sampling=SamplingParams(), wraps_in_chat=True, system="Be brief.")
     system = {"role": "system", "content": "Be brief."}

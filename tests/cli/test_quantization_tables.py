@@ -1,5 +1,6 @@
 """The tables of a quantized build, and the choices of the command line beside those of its file."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ def test_layers_that_are_alike_share_a_row_and_others_are_named(target, drafter)
     assert sum(int(row[1] or 0) for row in rows) == len(made.linears)
     alone = rows_of(plan_table(plan(None), "float16"))
     assert alone[-1] == ("target K/V pages", "", "", "float16", "")
+
+
+def test_a_name_that_begins_like_others_does_not_stand_for_them() -> None:
+    def linear(name: str, weight_format: str | None) -> Any:
+        return SimpleNamespace(name=name, format=weight_format, is_stored=False, spec=SimpleNamespace(shape=(2, 3)))
+
+    linears = [linear(f"target.layers.{i}.{part}", "fp8") for part in ("o", "out") for i in (0, 1)]
+    plan: Any = SimpleNamespace(linears=linears, has_fp8_target_kv=False, draft=None)
+    assert [row[:3] for row in rows_of(plan_table(plan, "float16"))[:2]] == [
+        ("target.layers.*.o", "2", "3"),
+        ("target.layers.*.out", "2", "3"),
+    ]
 
 
 def test_sizes_are_compared_part_by_part_and_together() -> None:
