@@ -49,6 +49,11 @@ def test_answers_with_fewer_positions_count_where_they_have_drafts() -> None:
         assert found.by_position == (1.0, 1.0, 1.0)
 
 
+def test_a_position_that_no_step_verified_is_none() -> None:
+    found = acceptance(counts_of_answers([speculation([(1, 1), (1, 0)])]))
+    assert found is not None and (found.by_position, len(found.by_position_interval)) == ((0.5,), 1)
+
+
 def test_the_interval_holds_the_mean_and_narrows_with_more_texts() -> None:
     """Texts that are all alike leave no doubt."""
     few = [[(3, 3)], [(3, 0)], [(3, 1), (3, 1)]]

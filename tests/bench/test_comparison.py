@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,18 @@ def test_an_engine_equals_itself() -> None:
     assert (found.kl_nats, found.token_agreement_fraction, found.identical_texts_fraction) == (0.0, 1.0, 1.0)
     assert found.acceptance_ratio == 1.0
     assert found.baseline_acceptance == Acceptance(acceptance_length=1.5, num_verify_steps=6)
+
+
+def test_a_single_token_has_no_position_to_compare() -> None:
+    _, model = logits_of(0)
+    outputs = [output([]), output([7])]
+
+    def scored(token_ids: Sequence[int]) -> np.ndarray:
+        assert len(token_ids) > 0
+        return model(token_ids)
+
+    found = compare([[6], [5]], outputs, outputs, baseline_logits=scored, candidate_logits=scored)
+    assert (found.num_prompts, found.num_generated_positions, found.num_prompt_positions) == (2, 1, 0)
 
 
 def test_texts_that_differ_are_counted() -> None:

@@ -76,6 +76,18 @@ def test_a_probe_runs_the_step_that_its_work_counts(num_tokens: int, num_drafts:
     assert replace(probe.work, mixings=()) == replace(engine.work.of(step), mixings=())
 
 
+@pytest.mark.parametrize(("has_drafter", "drafts", "chunk_drafts"), [(True, [3, 7], 7), (False, [0], 0)])
+def test_probes_are_blocks_of_every_load_and_two_chunks_of_prompts(has_drafter, drafts, chunk_drafts) -> None:
+    engine = SimpleNamespace(step=lambda **step: step)
+    *blocks, one, four = machine_probes._steps(engine, has_drafter=has_drafter)  # type: ignore[arg-type]
+    loads = [(requests, context, k) for requests in (1, 4, 16) for context in (64, 448) for k in drafts]
+    assert [(step["num_requests"], step["context_len"], step["num_drafts"]) for step in blocks] == loads
+    assert all(step["num_tokens"] == step["num_drafts"] + 1 for step in blocks)
+    for chunk, size in ((one, (1, 200)), (four, (4, 60))):
+        assert (chunk["num_requests"], chunk["num_tokens"]) == size
+        assert (chunk["context_len"], chunk["num_drafts"]) == (0, chunk_drafts)
+
+
 def test_a_probe_takes_the_median_of_its_rounds_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed = [], []
 

@@ -39,6 +39,7 @@ def test_samples_are_named(engine_dir: Path, tmp_path: Path, invoke: Invoke) -> 
         ("{", "line 1: expected a step of a trace, found"),
         (json.dumps(STEP) + "\n[]", "line 2: expected a step of a trace, found"),
         (json.dumps(STEP | {"num_accepted": -1}), "line 1: expected a step of a trace, found"),
+        (json.dumps(STEP | {"num_accepted": True}), "line 1: expected a step of a trace, found"),
         (json.dumps(STEP | {"token_ids": [1.5]}), "line 1: expected token_ids, a list of token ids, found"),
         (json.dumps(STEP | {"draft_token_ids": None}), "line 1: expected draft_token_ids, a list of token ids, found"),
     ],

@@ -66,6 +66,17 @@ def test_a_line_longer_than_the_terminal_is_cut(monkeypatch: pytest.MonkeyPatch)
     assert terminal.screen == [""]
 
 
+def test_a_line_that_is_wiped_leaves_nothing_to_wipe_and_nothing_to_return_from() -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal), status_line("opening") as line:
+        line.wipe()
+        wiped = terminal.getvalue()
+        line.wipe()
+        assert terminal.getvalue() == wiped
+        line.show("reading")
+        assert terminal.getvalue() == f"{wiped}reading"
+
+
 def test_bytes_read_have_a_unit_and_are_shown_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [5.0]
     monkeypatch.setattr("dflash_trt.cli.status_line.time.monotonic", lambda: now_s[0])
