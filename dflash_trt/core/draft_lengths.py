@@ -9,33 +9,45 @@ from dflash_trt.core.frozen import MAX_INT32
 # Usual costs and acceptance: what a choice of K starts from before anything is measured.
 USUAL_RATE: Final = 0.75  # of drafts that are accepted after an accepted one
 NUM_FIXED_ROWS: Final = {"cpu": 10.0, "cuda": 200.0}  # rows that cost as much as a step without any
-_NUM_FIXED_ROWS_IN_FOUR_BITS: Final = 3.0  # on a CPU: 5 in a model of 0.6B, and the demo's drafts lose
 DRAFTER_FRACTION: Final = 0.25  # cost of drafting, relative to the target's at the same rows
+
+CpuWeights = Literal["float", "int8", "four_bits"]  # as the CPU kernels multiply most of a target's
+# The best of `bench throughput` for the demo, where a cold start is no slower than without a drafter
+# (docs/benchmarks.md). In four bits the demo's drafts lose, and those of a model that fits in no cache gain.
+_ON_A_CPU: Final[dict[CpuWeights, dict[int, int]]] = {
+    "float": {1: 5, 2: 3, 8: 0},
+    "int8": {1: 5, 4: 4},
+    "four_bits": {1: 3, 2: 2, 4: 0},
+}
 
 
 def usual_draft_lengths(
-    most: int, max_batch_size: int, device: Literal["cpu", "cuda"], *, has_four_bits: bool = False
+    most: int, max_batch_size: int, device: Literal["cpu", "cuda"], *, weights: CpuWeights = "float"
 ) -> dict[int, int]:
     """K by the number of requests from which it holds: the most tokens for the cost of a step, as these usually are.
 
     A GPU prepares graphs for each K: it takes as many as the drafter makes for a request alone, then half of them, a
-    quarter and so on. `has_four_bits`: the target's weights.
+    quarter and so on. `weights` matter on a CPU.
     """
-    is_cpu = device == "cpu"
-    num_fixed = _NUM_FIXED_ROWS_IN_FOUR_BITS if is_cpu and has_four_bits else NUM_FIXED_ROWS[device]
+    if device == "cpu":
+        found = {size: min(most, length) for size, length in _ON_A_CPU[weights].items() if size <= max_batch_size}
+    else:
+        sizes = (1 << power for power in range(max_batch_size.bit_length()))
+        found = {1: most} | {size: _best_of_halves(most, size) for size in sizes if size > 1}
+    changes: dict[int, int] = {}
+    for size, length in found.items():
+        if length != next(reversed(changes.values()), None):
+            changes[size] = length
+    return changes
 
-    def speed(size: int, length: int) -> float:
+
+def _best_of_halves(most: int, size: int) -> int:
+    def speed(length: int) -> float:
         num_emitted = sum(USUAL_RATE**i for i in range(length + 1))
-        num_rows = num_fixed + size * (length + 1)
+        num_rows = NUM_FIXED_ROWS["cuda"] + size * (length + 1)
         return num_emitted / (num_rows * (1 + DRAFTER_FRACTION * (length > 0)))
 
-    lengths = range(most, -1, -1) if is_cpu else [most >> halvings for halvings in range(most.bit_length() + 1)]
-    found: dict[int, int] = {} if is_cpu else {1: most}
-    for size in (1 << power for power in range(max_batch_size.bit_length())):
-        best = max(lengths, key=lambda length: speed(size, length))
-        if best != next(reversed(found.values()), None):
-            found[size] = best
-    return found
+    return max((most >> halvings for halvings in range(most.bit_length() + 1)), key=speed)
 
 
 def draft_lengths(value: object) -> dict[int, int] | None:

@@ -10,14 +10,14 @@ from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
 from dflash_trt.backends.page_budget import PagePlan as PagePlan
 from dflash_trt.backends.page_budget import plan_engine_pages
-from dflash_trt.core.draft_lengths import usual_draft_lengths
+from dflash_trt.core.draft_lengths import CpuWeights, usual_draft_lengths
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import NODES, Device, RuntimeConfig, SettingError
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
-_FOUR_BITS: Final = ("int4", "mxfp4", "nvfp4_w4a16")  # which the CPU kernels multiply as they are
+_FOUR_BITS: Final = ("int4", "mxfp4", "nvfp4_w4a16")  # which the CPU kernels multiply as they are, as int8
 
 
 def open_executor(
@@ -106,18 +106,20 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         if most and not config.adaptive_draft_length:
             limits = engine.manifest.build_config
             usual = usual_draft_lengths(
-                most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda", has_four_bits=_has_four_bits(engine)
+                most, limits.max_batch_size, "cpu" if device == "cpu" else "cuda", weights=_cpu_weights(engine)
             )
         resolved["draft_length"] = config.draft_length or usual
     return config.model_copy(update=resolved)
 
 
-def _has_four_bits(engine: EngineDir) -> bool:
-    """True if most of the target's linear layers have weights of four bits."""
+def _cpu_weights(engine: EngineDir) -> CpuWeights:
+    """Those of most of the target's linear layers."""
     quantization = engine.manifest.pretrained_config.quantization
     formats = {} if quantization is None else quantization.linears
     of_target = [name for linear, name in formats.items() if linear.startswith("target.layers.")]
-    return sum(name in _FOUR_BITS for name in of_target) > len(of_target) / 2
+    known: dict[CpuWeights, tuple[str, ...]] = {"int8": ("int8",), "four_bits": _FOUR_BITS}
+    most = (kind for kind, names in known.items() if sum(name in names for name in of_target) > len(of_target) / 2)
+    return next(most, "float")
 
 
 def _overlaps(config: RuntimeConfig, device: str) -> bool:

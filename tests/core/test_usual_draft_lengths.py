@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_trt.core.draft_lengths import draft_lengths, lengths_text, usual_draft_lengths
+from dflash_trt.core.draft_lengths import CpuWeights, draft_lengths, lengths_text, usual_draft_lengths
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -15,11 +15,17 @@ def test_k_falls_as_requests_grow(most: int, max_batch_size: int, device: str) -
     assert draft_lengths(lengths_text(table)) == table, "as --draft-length takes it"
 
 
-def test_a_cpu_stops_drafting_where_rows_cost_what_they_are_and_a_gpu_much_later() -> None:
-    assert usual_draft_lengths(7, 64, "cpu") == {1: 5, 2: 4, 4: 3, 8: 0}, "measured: docs/benchmarks.md"
-    assert usual_draft_lengths(7, 64, "cpu", has_four_bits=True) == {1: 3, 2: 2, 4: 0}
+@pytest.mark.parametrize(
+    ("weights", "expected"), [("float", {1: 5, 2: 3, 8: 0}), ("int8", {1: 5, 4: 4}), ("four_bits", {1: 3, 2: 2, 4: 0})]
+)
+def test_a_cpu_takes_what_was_measured(weights: CpuWeights, expected: dict[int, int]) -> None:
+    assert usual_draft_lengths(7, 64, "cpu", weights=weights) == expected
+    assert usual_draft_lengths(1, 1, "cpu", weights=weights) == {1: 1}
+    assert usual_draft_lengths(15, 512, "cuda", weights=weights) == usual_draft_lengths(15, 512, "cuda")
+
+
+def test_a_gpu_stops_drafting_late() -> None:
     gpu = usual_draft_lengths(15, 512, "cuda")
-    assert usual_draft_lengths(15, 512, "cuda", has_four_bits=True) == gpu
     assert set(gpu.values()) <= {15, 7, 3, 1, 0}, "few graphs"
     assert min(size for size, length in gpu.items() if length < 15) > 2
     assert min(size for size, length in gpu.items() if length < 3) > 64

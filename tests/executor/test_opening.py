@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.backends.base import backend_of
-from dflash_trt.core.draft_lengths import usual_draft_lengths
+from dflash_trt.core.draft_lengths import CpuWeights, usual_draft_lengths
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import QuantizationSpec
@@ -66,19 +66,27 @@ def test_what_is_left_open_is_decided_by_engine_and_machine(
 
 
 @pytest.mark.parametrize(
-    ("formats", "has_four_bits"),
-    [(["int4"] * 3, True), (["nvfp4_w4a16", "fp8", "mxfp4"], True), (["int4", "fp8"], False), (["fp8"] * 3, False)],
+    ("formats", "weights"),
+    [
+        (["int4"] * 3, "four_bits"),
+        (["nvfp4_w4a16", "fp8", "mxfp4"], "four_bits"),
+        (["int8", "fp8", "int8"], "int8"),
+        (["int4", "int8"], "float"),
+        (["fp8"] * 3, "float"),
+    ],
     ids=str,
 )
-def test_a_target_in_four_bits_is_given_fewer_drafts(pair: EngineDir, formats: list[str], has_four_bits: bool) -> None:
+def test_k_on_a_cpu_is_that_of_most_of_the_targets_weights(
+    pair: EngineDir, formats: list[str], weights: CpuWeights
+) -> None:
     linears = {f"target.layers.0.{index}": name for index, name in enumerate(formats)}
-    of_drafter = {f"draft.layers.0.{index}": "fp8" if has_four_bits else "int4" for index in range(4)}
+    of_drafter = {f"draft.layers.0.{index}": "fp8" if weights != "float" else "int4" for index in range(4)}
     models = pair.manifest.pretrained_config
     models = models.model_copy(update={"quantization": QuantizationSpec(linears=linears | of_drafter)})
     engine = replace(pair, manifest=pair.manifest.model_copy(update={"pretrained_config": models}))
     found = resolved_config(engine, RuntimeConfig(device="cpu")).draft_length
-    assert found == usual_draft_lengths(K, 64, "cpu", has_four_bits=has_four_bits)
-    assert (found == USUAL) is not has_four_bits
+    assert found == usual_draft_lengths(K, 64, "cpu", weights=weights)
+    assert (found == USUAL) is (weights == "float")
 
 
 @pytest.mark.parametrize(

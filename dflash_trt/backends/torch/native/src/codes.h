@@ -122,6 +122,7 @@ inline void multiply_tile(Code const* a, int64_t stride, Panels<Codes> const& b,
     Codes const* from = b.first;
     for (int64_t k = 0; k < depth; k += kCodes, from += b.row_stride)
     {
+        prefetch<kPanels>(from, b.panel_stride);
         Bits w[kColumns];
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column)

@@ -17,7 +17,7 @@ constexpr int kVectors = kPanel / kLanes;
 template <typename Element>
 constexpr int kMaxRows = kLanes == 16 ? (std::is_same_v<Element, Code> ? 8 : 12) : 3;
 
-constexpr int kPairsAhead = 64; // of a panel of weights: 8 KiB, beyond the page where the CPU's own prefetcher stops
+constexpr int kRowsAhead = 64; // of a panel of weights: 8 KiB in pairs, beyond the page where the CPU's own prefetcher stops
 
 /// Columns of a right operand [depth, columns], in panels.
 template <typename Weight>
@@ -64,15 +64,15 @@ constexpr int panels_at_once(int rows)
 }
 
 /// What the tile reads later. Few rows pass faster than the first cache fills: for them the second cache is best.
-template <int kPanels>
-inline void prefetch(Pair const* row, int64_t panel_stride)
+template <int kPanels, typename Weight>
+inline void prefetch(Weight const* row, int64_t panel_stride)
 {
     constexpr int kLocality = kPanels > 1 ? 2 : 3;
     for (int panel = 0; panel < kPanels; ++panel)
     {
-        for (int part = 0; part < kPanel; part += 64 / static_cast<int>(sizeof(Pair)))
+        for (int part = 0; part < kPanel; part += 64 / static_cast<int>(sizeof(Weight)))
         {
-            __builtin_prefetch(row + panel * panel_stride + kPairsAhead / kPanels * kPanel + part, 0, kLocality);
+            __builtin_prefetch(row + panel * panel_stride + kRowsAhead / kPanels * kPanel + part, 0, kLocality);
         }
     }
 }
