@@ -203,7 +203,7 @@ def test_an_unknown_format_is_a_usage_error(target, tmp_path, invoke) -> None:
     result = invoke("build", "--target", target, "-o", tmp_path / "engine", "--quantization", "int3")
     assert result.exit_code == 2
     assert (
-        "format of target: expected none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4, nvfp4_w4a16, found int3"
+        "format of target: expected none, fp8, fp8_w8a16, fp8_block, int4, int8, mxfp4, nvfp4, nvfp4_w4a16, found int3"
         in result.stderr
     )
 
