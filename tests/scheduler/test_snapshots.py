@@ -1,5 +1,6 @@
 """Prefixes of targets with recurrent layers: a hit ends where the state was kept, and no snapshot is lost."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from dflash_trt.core.step_plan import StateCopies, StepPlan
 from dflash_trt.scheduler.host_tier import HostTier
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
+from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.snapshots import SnapshotStore
 from tests.fake_executor import ToyStates, right_with_probability
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
@@ -102,14 +104,20 @@ def test_the_first_of_several_chunks_on_their_way_restores_the_state() -> None:
     driver._take(driver.scheduler.commit(steps[0], driver.executor.submit(steps[0].plan).result()))
 
 
-@pytest.mark.parametrize("leave", ["cancel", "preempt", "pause"])
-def test_a_request_that_leaves_before_its_first_step_is_over_holds_no_snapshot(leave: str) -> None:
+@pytest.mark.parametrize(
+    "leave",
+    [lambda each: each.end("b", "cancelled"), lambda each: each.preempt("b"), lambda each: each.pause("b")],
+    ids=["cancel", "preempt", "pause"],
+)
+def test_a_request_that_leaves_before_its_first_step_is_over_holds_no_snapshot(
+    leave: Callable[[Scheduler], object],
+) -> None:
     driver = make_recurrent(1)
     run(driver, "a", SYSTEM)
     driver.add(make_request("b", SYSTEM))
     step = driver.scheduler.plan()
     assert driver.scheduler.num_snapshots_in_use == 1
-    getattr(driver.scheduler, leave)("b")
+    leave(driver.scheduler)
     assert driver.scheduler.num_snapshots_in_use == 0
     driver.scheduler.commit(step, driver.executor.submit(step.plan).result())
     driver.cancel("b")
