@@ -15,6 +15,7 @@ from dflash_trt.executor import opening
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import dequantize, weight_format, weight_formats
 from dflash_trt.network.ops import Linear
+from tests.network.independent_rows import assert_rows_are_independent
 
 if isinstance(found := cpu_kernels(), NoKernels):
     pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
@@ -101,16 +102,7 @@ def test_rounded_activations_are_multiplied_in_bfloat16(kernels: CpuKernels, nam
 def test_a_row_has_the_same_bits_alone_and_among_others(kernels: CpuKernels, name: str, rounds_inputs: bool) -> None:
     layer = four_bit_linear(Linear(weight=quantized(name, (160, 256))), kernels, rounds_inputs=rounds_inputs)
     assert layer is not None
-    x = torch.randn(75, 256)
-    together = layer(x)
-    for start, stop in ((0, 1), (5, 7), (9, 12), (20, 24), (33, 46), (10, 75)):
-        assert torch.equal(layer(x[start:stop]), together[start:stop])
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(layer(x), together)
-    finally:
-        torch.set_num_threads(num_threads)
+    assert_rows_are_independent(layer, torch.randn(75, 256))
 
 
 def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:

@@ -14,6 +14,7 @@ from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.formats.int8 import MAX_COLUMNS, Int8Weight
 from dflash_trt.formats.registry import weight_format
 from dflash_trt.network.ops import Linear
+from tests.network.independent_rows import assert_rows_are_independent
 
 if isinstance(found := cpu_kernels(), NoKernels):
     pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
@@ -75,16 +76,7 @@ def test_activations_round_to_even_and_their_scale_is_of_the_row(kernels: CpuKer
 
 def test_a_row_has_the_same_bits_alone_and_among_others(kernels: CpuKernels) -> None:
     layer = layer_of(random_weight((160, 250)), kernels, torch.randn(160))
-    x = torch.randn(75, 250)
-    together = layer(x)
-    for start, stop in ((0, 1), (5, 7), (9, 12), (20, 24), (33, 46), (10, 75)):
-        assert torch.equal(layer(x[start:stop]), together[start:stop])
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(layer(x), together)
-    finally:
-        torch.set_num_threads(num_threads)
+    assert_rows_are_independent(layer, torch.randn(75, 250))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
