@@ -4,9 +4,10 @@ The baseline's greedy texts are the yardstick: both targets compute their next-t
 them. Arithmetic only; the caller brings the engines.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,38 @@ class Acceptance:
 
     acceptance_length: float | None
     num_verify_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ComparedText:
+    """The texts of one prompt. `num_equal_tokens` are those before the first that differs, of `num_tokens`.
+
+    `kl_nats` float64 [num_tokens] and `is_agreeing` bool [num_tokens] are of each position; None without logits of the
+    candidate.
+    """
+
+    num_tokens: int  # of the baseline
+    num_equal_tokens: int
+    is_identical: bool
+    kl_nats: NDArray[np.float64] | None
+    is_agreeing: NDArray[np.bool_] | None
+    baseline_acceptance_length: float | None
+    candidate_acceptance_length: float | None
+
+    def as_row(self) -> dict[str, Any]:
+        """With means in place of positions."""
+        kl_nats, is_agreeing = self.kl_nats, self.is_agreeing
+        return {
+            "num_tokens": self.num_tokens,
+            "num_equal_tokens": self.num_equal_tokens,
+            "is_identical": self.is_identical,
+            "kl_nats": float(kl_nats.mean()) if kl_nats is not None and len(kl_nats) else None,
+            "token_agreement_fraction": (
+                float(is_agreeing.mean()) if is_agreeing is not None and len(is_agreeing) else None
+            ),
+            "baseline_acceptance_length": self.baseline_acceptance_length,
+            "candidate_acceptance_length": self.candidate_acceptance_length,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +81,7 @@ class Comparison:
     candidate_perplexity: float | None
     baseline_acceptance: Acceptance
     candidate_acceptance: Acceptance
+    texts: tuple[ComparedText, ...]  # of each prompt
 
     @property
     def acceptance_ratio(self) -> float | None:
@@ -56,7 +90,10 @@ class Comparison:
         return None if lengths[0] is None or lengths[1] is None else lengths[0] / lengths[1]
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "acceptance_ratio": self.acceptance_ratio}
+        """Without the texts."""
+        fields = asdict(replace(self, texts=()))
+        del fields["texts"]
+        return {**fields, "acceptance_ratio": self.acceptance_ratio}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,31 +121,32 @@ def compare(
     candidate_logits: LogitsOf | None,
 ) -> Comparison:
     """All numbers; without logits of the candidate those of texts. Outputs are greedy, one per prompt, in its order."""
-    generated, prompted = _Generated(), _Prompted()
-    for prompt, output in zip(prompts, baseline_outputs, strict=True):
-        token_ids = [*prompt, *output.token_ids]
+    prompted, texts = _Prompted(), list[ComparedText]()
+    for prompt, *outputs in zip(prompts, baseline_outputs, candidate_outputs, strict=True):
+        token_ids = [*prompt, *outputs[0].token_ids]
         if len(token_ids) < 2:
+            texts.append(_text(outputs[0], outputs[1], None))
             continue
         expected = _log_softmax(baseline_logits(token_ids[:-1]))  # row i predicts token i + 1
         found = None if candidate_logits is None else _log_softmax(candidate_logits(token_ids[:-1]))
         prompted.add(expected, found, prompt)
-        if found is not None:
-            generated.add(expected[len(prompt) - 1 :], found[len(prompt) - 1 :])
-    kl = np.concatenate(generated.kl) if generated.kl else np.zeros(0)
+        generated = slice(len(prompt) - 1, None)
+        texts.append(_text(outputs[0], outputs[1], None if found is None else (expected[generated], found[generated])))
+    kl = _joined([text.kl_nats for text in texts])
     nothing = None if candidate_logits is None else math.nan
-    pairs = list(zip(baseline_outputs, candidate_outputs, strict=True))
     return Comparison(
         num_prompts=len(prompts),
         num_generated_positions=len(kl),
-        token_agreement_fraction=generated.num_agreeing / len(kl) if len(kl) else nothing,
+        token_agreement_fraction=float(_joined([text.is_agreeing for text in texts]).mean()) if len(kl) else nothing,
         kl_nats=float(kl.mean()) if len(kl) else nothing,
         kl_nats_p99=float(np.quantile(kl, 0.99)) if len(kl) else nothing,
-        identical_texts_fraction=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
+        identical_texts_fraction=sum(text.is_identical for text in texts) / len(texts),
         num_prompt_positions=prompted.num_positions,
         baseline_perplexity=prompted.perplexity(prompted.baseline_nats),
         candidate_perplexity=None if candidate_logits is None else prompted.perplexity(prompted.candidate_nats),
         baseline_acceptance=acceptance_of(baseline_outputs),
         candidate_acceptance=acceptance_of(candidate_outputs),
+        texts=tuple(texts),
     )
 
 
@@ -118,16 +156,32 @@ def acceptance_of(outputs: Sequence[GenerationOutput]) -> Acceptance:
     return Acceptance(acceptance_length=acceptance_length(outputs), num_verify_steps=num_steps)
 
 
-class _Generated:
-    """Positions whose next token the baseline chose."""
+def _text(
+    baseline: GenerationOutput,
+    candidate: GenerationOutput,
+    scores: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+) -> ComparedText:
+    """`scores`: log probabilities [N, V] of both at the positions whose next token the baseline chose."""
+    ours, theirs = candidate.token_ids, baseline.token_ids
+    equal = (a == b for a, b in zip(ours, theirs, strict=False))
+    kl_nats = is_agreeing = None
+    if scores is not None:
+        expected, found = scores
+        kl_nats = (np.exp(expected) * (expected - found)).sum(axis=1)
+        is_agreeing = expected.argmax(axis=1) == found.argmax(axis=1)
+    return ComparedText(
+        num_tokens=len(theirs),
+        num_equal_tokens=sum(itertools.takewhile(bool, equal)),
+        is_identical=ours == theirs,
+        kl_nats=kl_nats,
+        is_agreeing=is_agreeing,
+        baseline_acceptance_length=acceptance_length([baseline]),
+        candidate_acceptance_length=acceptance_length([candidate]),
+    )
 
-    def __init__(self) -> None:
-        self.kl: list[NDArray[np.float64]] = []
-        self.num_agreeing = 0
 
-    def add(self, expected: NDArray[np.float64], found: NDArray[np.float64]) -> None:
-        self.kl.append((np.exp(expected) * (expected - found)).sum(axis=1))
-        self.num_agreeing += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
+def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0), *(part for part in parts if part is not None)])
 
 
 class _Prompted:

@@ -1,18 +1,18 @@
-"""`dflash-trt eval`: compares two engines of one pair, as a table, as JSON, and as a gate for CI.
+"""`dflash-trt eval`: compares two engines of one pair, with the report of a bench, and as a gate for CI.
 
 Knows options, files and the terminal; the numbers are `bench.comparison`'s.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.bench_report import exit_code, gate_lines, gate_rows
+from dflash_trt.cli.bench_report import REPORT, Report, check_paths, exit_code, gate_lines, gate_rows
 from dflash_trt.cli.help_text import COUNT, PATH, examples
 from dflash_trt.cli.prompt_source import PromptSource, prompt_options
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job
@@ -24,7 +24,7 @@ from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 
 if TYPE_CHECKING:
-    from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
+    from dflash_trt.bench.comparison import Acceptance, ComparedText, Comparison, Gate, LogitsOf
     from dflash_trt.engine_dir import EngineDir
 
 
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
 @runtime_options(without=["seed", *NODES])  # texts are greedy
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@REPORT
 @click.pass_context
-def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:
+def evaluate(context: click.Context, /, engine_dir: Path, against: Path, **options: Any) -> None:
     """Measure what ENGINE_DIR loses against another engine of the same pair, greedily.
 
     Both targets compute their next-token distributions along the baseline's own texts, for token agreement and KL
     divergence. Perplexity is measured on the prompts, acceptance length on each engine's own run. The baseline is of
     backend torch; an ENGINE_DIR of another backend has no logits, and is compared by its texts and its acceptance. With
-    gates, the exit code is 3 if one is missed.
+    gates, the exit code is 3 if one is missed. --csv has a row for each prompt.
     """
     from dflash_trt.engine_dir import EngineDir
 
+    check_paths(options["csv_path"], options["figure"])
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
@@ -65,14 +66,24 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
         _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
     gates = _gates(comparison, options)
-    report = {"candidate": str(engine_dir), "baseline": str(against), **comparison.as_json(), "gates": gate_rows(gates)}
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        _print(comparison, baseline=str(against), candidate=str(engine_dir))
-        for line in gate_lines(gates):
-            click.echo(line)
+    names = {"candidate": str(engine_dir), "baseline": str(against)}
+    Report(
+        rows=[_row(job, text) for job, text in zip(jobs, comparison.texts, strict=True)],
+        lines=[*_table(comparison, **names), *gate_lines(gates)],
+        facts={**names, **comparison.as_json(), "gates": gate_rows(gates)},
+        draw=partial(_draw, comparison),
+    ).publish(options)
     context.exit(exit_code(gates))
+
+
+def _row(job: Job, text: "ComparedText") -> dict[str, Any]:
+    return {"id": job.row_id, "category": job.category, **text.as_row()}
+
+
+def _draw(comparison: "Comparison", path: Path, caption: tuple[str, ...]) -> None:
+    from dflash_trt.bench.comparison_figure import draw_comparison
+
+    draw_comparison(comparison, path, caption)
 
 
 def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
@@ -191,7 +202,8 @@ def _gates(comparison: "Comparison", options: dict[str, Any]) -> "list[Gate]":
     ]
 
 
-def _print(comparison: "Comparison", *, baseline: str, candidate: str) -> None:
+def _table(comparison: "Comparison", *, baseline: str, candidate: str) -> list[str]:
+    """Its lines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -209,7 +221,10 @@ def _print(comparison: "Comparison", *, baseline: str, candidate: str) -> None:
     steps = " and ".join(str(acceptance.num_verify_steps) for acceptance in accepted)
     table.add_row("acceptance length, bonus included", *map(_length, accepted), f"{steps} verify steps")
     table.add_row("acceptance ratio", "", _number(comparison.acceptance_ratio), "")
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
 
 
 def _length(acceptance: "Acceptance") -> str:

@@ -11,6 +11,7 @@ import click
 
 from dflash_trt.cli.bench_report import CSV, FIGURE, check_paths, typed_command
 from dflash_trt.cli.help_text import COUNT, POSITIVE, OptionSet
+from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
 
@@ -151,7 +152,7 @@ def run_sweep(
     left_out = tuple(reason for _, reasons in found for reason in reasons)
     if not engines:
         raise CapacityError("plan --sweep: no configuration fits\n" + "\n".join(left_out))
-    points = sweep(engines, workload, progress=lambda line: click.echo(line, err=True))
+    points = sweep(engines, workload, progress=TimeLeft())
     report = SweepReport(
         subject=Path(str(config.target)).name,
         hardware=f"{max(engine.num_gpus for engine in engines)} x {gpu.name}",

@@ -143,15 +143,19 @@ class SimulatedPoint:
 
 
 def sweep(
-    engines: Sequence[SimulatedEngine], workload: Workload, *, progress: Callable[[str], None]
+    engines: Sequence[SimulatedEngine], workload: Workload, *, progress: Callable[[int, int, str], None]
 ) -> list[SimulatedPoint]:
-    """Every configuration under every load that its replicas can share."""
+    """Every configuration under every load that its replicas can share.
+
+    `progress` is told each point's number, how many there are, and which it is.
+    """
+    loads = [workload.loads(engine.num_replicas) for engine in engines]
     points = []
-    for engine in engines:
+    for engine, of_engine in zip(engines, loads, strict=True):
         work = EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0)
-        for load in workload.loads(engine.num_replicas):
+        for load in of_engine:
             points.append(_point(engine, work, load))
-            progress(f"{engine.name}, {points[-1].load_in_words}: simulated")
+            progress(len(points), sum(map(len, loads)), f"{engine.name}, {points[-1].load_in_words}")
     return points
 
 

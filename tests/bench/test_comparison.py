@@ -60,6 +60,27 @@ def test_every_number_equals_that_of_pytorch() -> None:
         assert perplexity == pytest.approx(expected, rel=1e-9)
 
 
+def test_the_numbers_of_each_text_make_up_those_of_all() -> None:
+    (_, baseline), (_, candidate) = logits_of(0), logits_of(1)
+    ours = [output([7, 8, 9], num_steps=2, num_emitted=3), output([1, 2]), output([3, 4]), output([])]
+    theirs = [output([7, 8, 1], num_steps=4, num_emitted=5), output([1, 2]), output([3]), output([5])]
+    found = compare([*PROMPTS, [2]], ours, theirs, baseline_logits=baseline, candidate_logits=candidate)
+    rows = [text.as_row() for text in found.texts]
+    assert [(row["num_tokens"], row["num_equal_tokens"], row["is_identical"]) for row in rows] == [
+        (3, 2, False),
+        (2, 2, True),
+        (2, 1, False),
+        (0, 0, False),
+    ]
+    assert found.identical_texts_fraction == 0.25
+    lengths = (rows[0]["baseline_acceptance_length"], rows[0]["candidate_acceptance_length"])
+    assert lengths == (1.5, 1.25) and rows[1]["candidate_acceptance_length"] is None
+    for name in ("kl_nats", "token_agreement_fraction"):
+        total = sum(row[name] * row["num_tokens"] for row in rows if row["num_tokens"])
+        assert total / 7 == pytest.approx(getattr(found, name)) and rows[3][name] is None
+    assert "texts" not in found.as_json()
+
+
 def test_an_engine_equals_itself() -> None:
     _, model = logits_of(0)
     outputs = [output([7, 8], num_steps=2, num_emitted=3)] * 3

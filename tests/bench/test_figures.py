@@ -1,12 +1,15 @@
 """Figures have the numbers of their reports: two of everything, each with another number."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dflash_trt.bench import acceptance_figure, figure_file, throughput_figure
+from dflash_trt.bench import acceptance_figure, comparison_figure, figure_file, throughput_figure
 from dflash_trt.bench.acceptance import Acceptance
+from dflash_trt.bench.comparison import ComparedText, Comparison
 from dflash_trt.bench.intervals import Interval
 from dflash_trt.bench.speedup import SideReport
 from dflash_trt.bench.throughput import PolicyReport
@@ -32,6 +35,29 @@ def test_a_line_of_each_policy_has_its_throughput_at_every_load(tmp_path: Path) 
     throughput_figure.draw_throughput(reports, tmp_path / "f.svg", ("one", "two"))
     drawn = (tmp_path / "f.svg").read_text()
     assert ">one<" in drawn and ">two<" in drawn and "<dc:date>" not in drawn
+
+
+def compared(num_tokens: int, num_equal: int, kl: list[float] | None) -> ComparedText:
+    scores = None if kl is None else np.array(kl)
+    return Distinct().of(
+        ComparedText, num_tokens=num_tokens, num_equal_tokens=num_equal, kl_nats=scores, is_agreeing=None
+    )
+
+
+def test_texts_that_stay_equal_and_distances_of_all_positions(tmp_path: Path) -> None:
+    texts = (compared(4, 1, [0.5, 0.125, 1e-9, 1e-9]), compared(2, 2, [0.25, 2.0]), compared(0, 0, []))
+    comparison = Distinct().of(Comparison, texts=texts)
+    equal, apart = comparison_figure._canvas(comparison, ("caption",)).axes
+    [line] = equal.lines
+    assert list(line.get_xdata()) == [1, 2, 3, 4] and list(line.get_ydata()) == [1.0, 0.5, 0.0, 0.0]
+    [line] = apart.lines
+    assert list(line.get_xdata()) == [1e-6, 1e-6, 0.125, 0.25, 0.5, 2.0]
+    assert list(line.get_ydata()) == pytest.approx([6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert apart.get_xscale() == "log"
+    without = Distinct().of(Comparison, texts=tuple(replace(text, kl_nats=None) for text in texts))
+    assert len(comparison_figure._canvas(without, ("caption",)).axes) == 1
+    comparison_figure.draw_comparison(comparison, tmp_path / "f.svg", ("of one",))
+    assert ">of one<" in (tmp_path / "f.svg").read_text()
 
 
 def test_a_curve_of_each_drafter_has_its_fractions_between_their_bounds() -> None:

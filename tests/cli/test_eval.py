@@ -1,5 +1,6 @@
 """`dflash-trt eval` and the quantization half of `dflash-trt build`, as a user meets them."""
 
+import csv
 import json
 import math
 from contextlib import ExitStack
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_trt.bench.comparison import Acceptance, Comparison
+from dflash_trt.bench.comparison import Acceptance, ComparedText, Comparison
 from dflash_trt.cli.eval import _logits_of
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.tensorrt_llm.engine import URL
+from tests.distinct import Distinct
 from tests.factories import make_target
 from tests.serving.trtllm_server import trtllm_server
 from tests.serving.trtllm_stand_in.tensorrt_llm import Model
@@ -81,6 +83,26 @@ def test_the_table_says_the_sample_sizes(engine_dir, prompts_file, invoke) -> No
         "gate max_kl (at most 0.1): 0 passed",
     ):
         assert part in result.stdout
+
+
+def test_a_table_and_a_figure_are_written(engine_dir, weight_only, tmp_path, invoke) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt_token_ids": ids, "id": f"r{i}", "category": "c"} for i, ids in enumerate(PROMPT_TOKENS)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--csv", tmp_path / "rows.csv", "--figure", tmp_path / "loss.svg"]
+    exit_code, report = evaluated(invoke, weight_only, "--against", engine_dir, "--input-file", prompts, *files)
+    assert exit_code == 0 and [row["id"] for row in report["reports"]] == ["r0", "r1", "r2"]
+    with (tmp_path / "rows.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    for row, written in zip(report["reports"], table, strict=True):
+        assert {name: str(value) for name, value in row.items() if value is not None} == {
+            name: value for name, value in written.items() if value
+        }
+    mean = sum(row["kl_nats"] * row["num_tokens"] for row in report["reports"]) / report["num_generated_positions"]
+    assert mean == pytest.approx(report["kl_nats"])
+    assert "KL divergence (nats)" in (tmp_path / "loss.svg").read_text()
+    words = ["eval", weight_only, "--against", engine_dir, "--input-file", prompts, "--figure", tmp_path / "loss.gif"]
+    assert "a name that ends with .png or .svg" in invoke(*words).stderr
 
 
 def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, tmp_path, invoke) -> None:
@@ -220,6 +242,7 @@ COMPARISON = Comparison(
     candidate_perplexity=21.5,
     baseline_acceptance=Acceptance(acceptance_length=4.0, num_verify_steps=17),
     candidate_acceptance=Acceptance(acceptance_length=3.5, num_verify_steps=19),
+    texts=(Distinct().of(ComparedText, kl_nats=None, is_agreeing=None),) * len(PROMPT_TOKENS),
 )
 
 

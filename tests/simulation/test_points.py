@@ -75,9 +75,9 @@ def test_what_clients_see_is_over_requests() -> None:
 def test_a_point_is_its_replicas_under_their_share_of_the_load() -> None:
     engine = replace(DRAFTED, num_replicas=3)
     work = EngineWork(engine.pretrained_config, has_drafter=True)
-    lines: list[str] = []
-    points = sweep([engine], WORKLOAD, progress=lines.append)
-    assert lines == [f"{engine.name}, {load}: simulated" for load in ("6 clients", "40 requests/s")]
+    told: list[tuple[int, int, str]] = []
+    points = sweep([engine], WORKLOAD, progress=lambda *words: told.append(words))
+    assert told == [(1, 2, f"{engine.name}, 6 clients"), (2, 2, f"{engine.name}, 40 requests/s")]
     seen = [field for field in asdict(points[0]) if field.endswith(("_p50_s", "_p99_s", "_user", "_length"))]
     assert len(seen) == 6
     for point, share in zip(points, WORKLOAD.loads(3), strict=True):

@@ -185,7 +185,7 @@ def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
         duration_s=1.0,
     )
     one, two = (replace(PLAIN, num_replicas=count) for count in (1, 2))
-    points = sweep([one, two], workload, progress=lambda line: None)
+    points = sweep([one, two], workload, progress=lambda *_: None)
     assert [p.request_rate_per_s for p in points] == [None, None, 8.0, None, 8.0]
     points = [p for p in points if p.request_rate_per_s is None]
     assert [(p.layout, p.concurrency, p.num_gpus) for p in points] == [
@@ -193,7 +193,7 @@ def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
         ("tp1x1", 4, 1),
         ("tp1x2", 4, 2),  # one client cannot be shared
     ]
-    alone = sweep([one], replace(workload, concurrencies=(2,)), progress=lambda line: None)[0]
+    alone = sweep([one], replace(workload, concurrencies=(2,)), progress=lambda *_: None)[0]
     assert points[2].output_tok_per_s_per_gpu == pytest.approx(alone.output_tok_per_s_per_gpu)
     assert points[2].output_tok_per_s == pytest.approx(2 * alone.output_tok_per_s)
     fastest = max(point.tok_per_s_per_user for point in points)
@@ -212,7 +212,7 @@ def test_without_drafts_a_sweep_pays_for_no_drafter() -> None:
     )
     has_none = PLAIN.pretrained_config.model_copy(update={"draft": None})
     (plain,), (alone,) = (
-        sweep([replace(PLAIN, pretrained_config=config)], workload, progress=lambda line: None)
+        sweep([replace(PLAIN, pretrained_config=config)], workload, progress=lambda *_: None)
         for config in (PLAIN.pretrained_config, has_none)
     )
     assert plain.output_tok_per_s == alone.output_tok_per_s and plain.floor_fraction == alone.floor_fraction
