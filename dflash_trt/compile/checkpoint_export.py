@@ -14,12 +14,19 @@ from dflash_trt.checkpoint.names import draft_names, embedding_name, target_name
 from dflash_trt.checkpoint.pair import CONFIG_FILES, CheckpointPair
 from dflash_trt.checkpoint.producers.base import SECTION, description_files, section_of
 from dflash_trt.checkpoint.tensors import INDEX_FILE, StoredTensors, scan_tensors
+from dflash_trt.compile.eagle3_export import (
+    AUX_LAYERS,
+    eagle3_changes,
+    eagle3_config,
+    eagle3_problems,
+    is_embedding_shared,
+)
 from dflash_trt.compile.unified_export import (
     Export,
     QuantizedPart,
     flat_description,
     kv_changes,
-    permuted_columns,
+    permuted_blocks,
     quantization_description,
     quantized_changes,
     quantized_parts,
@@ -45,7 +52,6 @@ from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 _METHODS = ("modelopt", "fp8", "mxfp4")  # quant_method of checkpoints that TensorRT-LLM reads as they are
 _QUANT_CONFIG = "hf_quant_config.json"
-_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # numbered from 1
 
 
 def with_defaults(config: BuildConfig) -> tuple[BuildConfig, list[str]]:
@@ -72,8 +78,11 @@ def with_whole_prompts(config: BuildConfig, limits: EngineLimits) -> tuple[Engin
 
 
 def normalized(draft: DraftSpec) -> DraftSpec:
-    """The drafter as it is exported: with sorted taps."""
-    return draft.model_copy(update={"target_layer_ids": tuple(sorted(draft.target_layer_ids))})
+    """The drafter as it is exported: with sorted taps, and an EAGLE-3 head in SafeAILab's format."""
+    changed: dict[str, Any] = {"target_layer_ids": tuple(sorted(draft.target_layer_ids))}
+    if draft.chain is not None:
+        changed |= {"source_format": "eagle3", "has_own_embedding": not is_embedding_shared(draft)}
+    return draft.model_copy(update=changed)
 
 
 def context_arena_note(draft: DraftSpec, limits: EngineLimits) -> str:
@@ -122,6 +131,11 @@ def plan_export(
     raise_all(CheckpointError, "checkpoints", file_problems)
     problems = list(limits_problems(limits, has_drafter=pair.draft is not None))
     problems += _checkpoint_problems(plan, stored[TARGET_DIR], target, drafter)
+    if pair.draft is not None and pair.draft.chain is not None:
+        (embedding,) = names[TARGET_DIR]["target.embedding"].parts
+        problems += eagle3_problems(
+            pair.draft, stored[DRAFTER_DIR], stored[TARGET_DIR].tensors[embedding], dtype=torch_dtype(config.dtype)
+        )
     parts = {}
     for directory, prefix in ((TARGET_DIR, "target."), (DRAFTER_DIR, "draft.")):
         if directory in stored:
@@ -209,13 +223,16 @@ def _write_drafter(
     changes = quantized_changes(parts, calibration, dtype=torch_dtype(config.dtype))
     ids = draft.target_layer_ids
     order = sorted(range(len(ids)), key=lambda i: ids[i])
-    if order != list(range(len(ids))):
-        (name,) = export.names[DRAFTER_DIR]["draft.fc"].parts
-        changes[name] = permuted_columns(stored.tensors[name], order)
+    (fc,) = export.names[DRAFTER_DIR]["draft.fc"].parts
+    changes[fc] = permuted_blocks(stored.tensors[fc], order)
+    if draft.chain is not None:
+        changes |= eagle3_changes(stored, normalized(draft), order)
     given = with_overrides(
         read_json_object(directory / CONFIG_FILES[0]), config.drafter_overrides, label="drafter", notes=[], problems=[]
     )
-    fields = eagle3_config(given, draft) if draft.chain is not None else dflash_config(given, draft)
+    fields = dflash_config(given, draft)
+    if draft.chain is not None:
+        fields = eagle3_config(given, normalized(draft), dtype=config.dtype)
     if parts:
         _add_description(writer, DRAFTER_DIR, fields, parts, _plain_modules(export, "draft."), has_fp8_kv=False)
     else:
@@ -233,27 +250,9 @@ def dflash_config(fields: Mapping[str, Any], draft: DraftSpec) -> dict[str, Any]
     nested |= {"mask_token_id": draft.mask_token_id, "target_layer_ids": ids}
     nested.pop("block_size", None)
     for section in (changed, nested):
-        if section.get(_AUX_LAYERS) is not None:
-            section[_AUX_LAYERS] = [layer_id + 1 for layer_id in ids]
+        if section.get(AUX_LAYERS) is not None:
+            section[AUX_LAYERS] = [layer_id + 1 for layer_id in ids]
     return {**changed, "block_size": draft.draft_block_size, "dflash_config": nested}
-
-
-def eagle3_config(fields: Mapping[str, Any], draft: DraftSpec) -> dict[str, Any]:
-    """An EAGLE-3 head's config.json for TensorRT-LLM, which reads each field in one place and has other defaults."""
-    assert draft.chain is not None
-    changed = {name: value for name, value in fields.items() if name not in (_AUX_LAYERS, "norm_before_fc")}
-    nested = {
-        **(changed.get("eagle_config") or {}),
-        _AUX_LAYERS: [layer_id + 1 for layer_id in normalized(draft).target_layer_ids],
-        "norm_before_fc": draft.chain.fc_norm == "joint",
-    }
-    return changed | {
-        "eagle_config": nested,
-        "fc_norm": draft.chain.fc_norm == "per_tap",
-        "norm_output": draft.chain.has_normed_features,
-        "target_hidden_size": draft.target_hidden_size,
-        "draft_vocab_size": draft.draft_vocab_size or draft.target_vocab_size,
-    }
 
 
 def _add_description(

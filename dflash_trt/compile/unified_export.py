@@ -170,12 +170,23 @@ def kv_changes(
     return changed
 
 
-def permuted_columns(tensor: StoredTensor, order: Sequence[int]) -> Change:
-    """The blocks of columns of a matrix in another order: block j is block order[j] of the stored one."""
+def dropped() -> Change:
+    """No tensor in place of a stored one."""
+    return Change(layout={}, make=lambda opened: {})
+
+
+def renamed(tensor: StoredTensor, name: str) -> Change:
+    """The same tensor, by another name."""
+    (layout,) = _as_stored(tensor).layout.values()
+    return Change(layout={name: layout}, make=lambda opened: {name: opened.slice_of(tensor)[...]})
+
+
+def permuted_blocks(tensor: StoredTensor, order: Sequence[int]) -> Change:
+    """The blocks of the last axis in another order: block j is block order[j] of the stored one."""
 
     def make(opened: OpenFiles) -> Mapping[str, Tensor]:
-        blocks = opened.slice_of(tensor)[...].chunk(len(order), dim=1)
-        return {tensor.name: torch.cat([blocks[j] for j in order], dim=1)}
+        blocks = opened.slice_of(tensor)[...].chunk(len(order), dim=-1)
+        return {tensor.name: torch.cat([blocks[j] for j in order], dim=-1)}
 
     return replace(_as_stored(tensor), make=make)
 

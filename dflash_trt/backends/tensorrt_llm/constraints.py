@@ -59,11 +59,11 @@ EXPORTED: Final[dict[type[Frozen], frozenset[str]]] = {
     AttentionMask: frozenset({"window", "is_causal", "is_window_anchored"}),
     Dense: frozenset({"kind", "intermediate_size"}),
 }
-# The same of an EAGLE-3 head, which is Llama's layer: causal, without biases or norms of q and k.
+# The same of an EAGLE-3 head, which is Llama's layer: causal, without norms of q and k.
 EXPORTED_OF_EAGLE3: Final[dict[type[Frozen], frozenset[str]]] = {
     DraftSpec: EXPORTED[DraftSpec] - {"mask_token_id", "input_embedding_scale"} | {"algorithm", "chain"},
     LayerSpec: EXPORTED[LayerSpec],
-    Gqa: frozenset({"kind", "num_heads", "num_kv_heads", "head_dim", "rope", "mask"}),
+    Gqa: EXPORTED[Gqa] - {"has_qk_norm"},
     AttentionMask: frozenset({"first_key"}),  # the first token has no row there, either
     EagleChain: frozenset({"fc_norm", "has_normed_features"}),
     Dense: EXPORTED[Dense],
@@ -77,9 +77,10 @@ def drafter_problems(draft: DraftSpec) -> Iterator[str]:
     yield from _ignored(draft, "drafter", exported)
     for i, layer in enumerate(draft.layers):
         yield from _ignored(layer, f"drafter layer {i}", exported)
-    source_format, whose = ("eagle3", "SafeAILab's") if is_eagle3 else ("z-lab", "z-lab's")
-    if draft.source_format != source_format:
-        yield problem("drafter format", expected=whose, found=draft.source_format, hint=_OTHER)
+    formats = {"eagle3": "SafeAILab's", "speculators": "Speculators'"} if is_eagle3 else {"z-lab": "z-lab's"}
+    if draft.source_format not in formats:
+        expected = " or ".join(formats.values())
+        yield problem("drafter format", expected=expected, found=draft.source_format, hint=_OTHER)
     ids = draft.target_layer_ids
     if len(set(ids)) < len(ids):
         found = ", ".join(map(str, ids))
@@ -93,13 +94,9 @@ def _eagle3_problems(draft: DraftSpec) -> Iterator[str]:
     if len(ids) == 1 or len(ids) * width == draft.hidden_size:
         expected = f"several layers, wider together than hidden_size {draft.hidden_size} (TensorRT-LLM leaves fc out)"
         yield problem("drafter target_layer_ids", expected=expected, found=found, hint=_OTHER)
-    if draft.chain is not None and draft.chain.fc_norm != "none" and list(ids) != sorted(ids):
-        expected = "sorted layers, with a norm of theirs (TensorRT-LLM sorts them)"
-        yield problem("drafter target_layer_ids", expected=expected, found=found, hint=_OTHER)
-    if draft.has_own_embedding != (width != draft.hidden_size):
-        expected = "the target's" if draft.has_own_embedding else f"its own, of hidden_size {draft.hidden_size}"
-        found = "its own" if draft.has_own_embedding else f"the target's, of {width}"
-        yield problem("drafter embedding", expected=expected, found=found, hint=_OTHER)
+    if width != draft.hidden_size and not draft.has_own_embedding:
+        expected = f"its own, of hidden_size {draft.hidden_size}"
+        yield problem("drafter embedding", expected=expected, found=f"the target's, of {width}", hint=_OTHER)
 
 
 def _dflash_problems(draft: DraftSpec) -> Iterator[str]:
