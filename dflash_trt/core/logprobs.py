@@ -135,6 +135,11 @@ class PromptScores:
     top: TopTokens  # [M, N]
 
     @classmethod
+    def of(cls, logprobs: Sequence[float], rows: Iterable[Sequence[TokenLogprob]]) -> PromptScores:
+        """`rows` have the most likely tokens, as many in each."""
+        return cls(np.array(logprobs, np.float32), TopTokens.of(rows))
+
+    @classmethod
     def zeros(cls, num_rows: int, num_top_logprobs: int) -> PromptScores:
         return cls(np.zeros(num_rows, np.float32), TopTokens.zeros(num_rows, num_top_logprobs))
 

@@ -44,7 +44,7 @@ SENT: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "bad_words": (("a", " b"), {"bad": ["a", " a", "b", " b"]}),
     "logprobs": (True, {"logprobs": 0}),
     "top_logprobs": (2, {"logprobs": 2}),
-    "prompt_logprobs": (0, None),
+    "prompt_logprobs": (0, {"prompt_logprobs": 0}),
     "json_schema": ('{"a": 1}', {"guided_decoding": {"json": '{"a": 1, "x-guidance": ' + WHITE_SPACE + "}"}}),
     "regex": ("a", {"guided_decoding": {"regex": "a"}}),
     "choice": (("a", 'b"'), {"guided_decoding": {"grammar": 'start: "a" | "b\\""'}}),

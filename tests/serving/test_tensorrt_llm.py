@@ -179,16 +179,31 @@ UNDRAFTED: list[dict[str, Any]] = [
     {"logit_bias": {3: 90.0}, "min_tokens": 5},  # which would end at once
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 3},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 2},
 ]
 
 
 def assert_equal_outputs(ours: list[GenerationOutput], theirs: list[GenerationOutput]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert_equal_prompts(one.prompt_logprobs, other.prompt_logprobs)
         assert one.error is None and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         for row, expected in zip(one.top_logprobs, other.top_logprobs, strict=True):
             assert [entry.token_id for entry in row] == [entry.token_id for entry in expected]
             assert [entry.logprob for entry in row] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+
+
+def assert_equal_prompts(ours: Any, theirs: Any) -> None:
+    if theirs is None:
+        assert ours is None
+        return
+    assert ours[0] is theirs[0] is None and len(ours) == len(theirs) > 1
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert one.token_id == other.token_id and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [entry.token_id for entry in one.top_logprobs] == [entry.token_id for entry in other.top_logprobs]
+        values = [[entry.logprob for entry in entries.top_logprobs] for entries in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("sampling", ALWAYS)
@@ -214,10 +229,7 @@ def test_without_drafts_every_parameter_is_that_of_the_torch_backend(
     assert not any(output.num_verify_steps for output in outputs)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "name"),
-    [(sampling, next(iter(sampling))) for sampling in UNDRAFTED] + [({"prompt_logprobs": 1}, "prompt_logprobs")],
-)
+@pytest.mark.parametrize(("sampling", "name"), [(sampling, next(iter(sampling))) for sampling in UNDRAFTED])
 def test_what_tensorrt_llm_does_not_do_while_it_drafts_is_refused_by_name(
     llm: LLM, sampling: dict[str, Any], name: str
 ) -> None:
@@ -339,6 +351,8 @@ def test_a_running_server_without_drafts_takes_biases_and_log_probabilities(
             for name, value in {"min_tokens": 2, "bad_words": ("a",)}.items():
                 with pytest.raises(RequestError, match=f"sampling {name}: expected"):
                     llm.generate(PROMPTS[0], SamplingParams(**{name: value}))
+            with pytest.raises(RequestError, match="sampling prompt_logprobs: expected None, for the completions"):
+                llm.generate(PROMPTS[0], SamplingParams(prompt_logprobs=0))
             with pytest.raises(RequestError, match="sampling top_logprobs: expected 0, for the completions"):
                 llm.generate(PROMPTS[0], SamplingParams(logprobs=True, top_logprobs=1))
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.errors import EngineDirError
-from dflash_trt.core.logprobs import TokenLogprob
+from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.serving.tensorrt_llm import server as server_module
 from dflash_trt.serving.tensorrt_llm.link import Answer
 from dflash_trt.serving.tensorrt_llm.process import _answer
 from dflash_trt.serving.tensorrt_llm.server import Server
-from dflash_trt.serving.tensorrt_llm.worker import Worker, _scores
+from dflash_trt.serving.tensorrt_llm.worker import Worker, _prompt_scores, _scores
 from tests.serving.engines import until
 
 
@@ -41,6 +41,17 @@ def test_a_line_of_the_worker_is_an_answer(message: dict[str, Any], expected: di
     assert _answer({"id": "a"} | message) == Answer(request_id="a", **expected)
 
 
+def test_log_probabilities_of_a_prompt_come_with_its_first_tokens() -> None:
+    line = {"kind": "tokens", "id": "a", "token_ids": [1]}
+    scores = {"logprobs": [-4.0, -1.0], "top": [[[9, -0.25]], [[8, -0.5]]]}
+    prompt = _answer(line | {"prompt": scores}).prompt
+    top = [(TokenLogprob(9, -0.25),), (TokenLogprob(8, -0.5),)]
+    expected = (None, PromptLogprob(2, -4.0, top[0]), PromptLogprob(3, -1.0, top[1]))
+    assert prompt is not None and prompt.entries((1, 2, 3)) == expected
+    alone = _answer(line | {"prompt": {"logprobs": [], "top": []}}).prompt
+    assert alone is not None and alone.entries((1,)) == (None,)
+
+
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
@@ -56,6 +67,17 @@ def test_log_probabilities_are_said_as_numbers(entries: list[Any], expected: dic
         for entry in entries
     ]
     assert _scores([3, 4], rows) == expected
+
+
+def test_an_entry_of_the_prompt_is_for_the_token_after_it() -> None:
+    """The last one is the first new token's; of the others, N most likely tokens, whatever the token's own rank."""
+    rows = [{9: -0.25, 2: -4.0}, {8: -0.5, 3: -1.0}, {7: -0.125}]
+    entries = [{token: SimpleNamespace(logprob=value) for token, value in row.items()} for row in rows]
+    found = _prompt_scores([1, 2, 3], 1, entries)
+    assert found == {"prompt": {"logprobs": [-4.0, -1.0], "top": [[(9, -0.25)], [(8, -0.5)]]}}
+    assert _prompt_scores([1], 1, entries[2:]) == {"prompt": {"logprobs": [], "top": []}}
+    with pytest.raises(ValueError, match="2 entries of prompt_logprobs for 3 tokens"):
+        _prompt_scores([1, 2, 3], 1, entries[1:])
 
 
 class Running:

@@ -200,6 +200,7 @@ class TensorRTLLMEngine:
                 num_candidates=num_drafts,
                 num_accepted=len(answer.token_ids[iteration]) - 1,
                 top=TopTokens.of(row[:num_top] for row in top) if num_top and top else None,
+                prompt=None if part.start else answer.prompt,
             )
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
-from dflash_trt.core.logprobs import TokenLogprob
+from dflash_trt.core.logprobs import PromptScores, TokenLogprob
 from dflash_trt.core.request import FinishReason
 
 
@@ -15,12 +15,14 @@ class Answer:
     """A request's result of an iteration: tokens, its end, or both. `error` comes with the reason "error".
 
     `logprobs` and `top` have an entry for each token, of requests that ask for them; the most likely tokens come first.
+    `prompt` comes with the first tokens of a request that asks for it.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt: PromptScores | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 

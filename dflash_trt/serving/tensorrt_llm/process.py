@@ -2,7 +2,7 @@
 
 ours    {"llm_args": {...}}, once; {"kind": "request", "id", "prompt", "params"}; {"kind": "cancel", "id"}
 theirs  {"kind": "ready", "version"}, {"kind": "missing" | "failed", "error"}, once;
-        {"kind": "tokens", "id", "token_ids", "logprobs"?, "top"?}, of an iteration;
+        {"kind": "tokens", "id", "token_ids", "logprobs"?, "top"?, "prompt"?}, of an iteration;
         {"kind": "end", "id", "reason", "error"?}
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.core.errors import EngineDirError
-from dflash_trt.core.logprobs import TokenLogprob
+from dflash_trt.core.logprobs import PromptScores, TokenLogprob
 from dflash_trt.core.process import OwnProcess
 from dflash_trt.serving.tensorrt_llm import worker
 from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost, finish_reason
@@ -116,14 +116,20 @@ class WorkerProcess:
 
 def _answer(message: Mapping[str, Any]) -> Answer:
     if message["kind"] == "tokens":
+        prompt = message.get("prompt")
         return Answer(
             request_id=message["id"],
             token_ids=tuple(message["token_ids"]),
             logprobs=tuple(message.get("logprobs", ())),
-            top=tuple(tuple(TokenLogprob(*entry) for entry in row) for row in message.get("top", ())),
+            top=_top(message),
+            prompt=None if prompt is None else PromptScores.of(prompt["logprobs"], _top(prompt)),
         )
     reason = finish_reason(message["reason"])
     error = message.get("error")
     if reason == "error" and error is None:
         error = f"TensorRT-LLM ended it with {message['reason']!r}"
     return Answer(request_id=message["id"], finish_reason=reason, error=error)
+
+
+def _top(message: Mapping[str, Any]) -> tuple[tuple[TokenLogprob, ...], ...]:
+    return tuple(tuple(TokenLogprob(*entry) for entry in row) for row in message.get("top", ()))

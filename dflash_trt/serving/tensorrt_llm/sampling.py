@@ -19,10 +19,8 @@ _OF_OUTPUT: Final = ("presence_penalty", "frequency_penalty")  # theirs count th
 _PENALTIES: Final = ("repetition_penalty", *_OF_OUTPUT)
 # Names that are also theirs, in tensorrt_llm.SamplingParams and in trtllm-serve's completions.
 _SAME_NAMES: Final = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "min_tokens")
-_NOT_WHILE_DRAFTING: Final = ("min_p", "min_tokens", "logit_bias", "bad_words", "logprobs", "top_logprobs")
-_REFUSED: Final = {
-    "prompt_logprobs": "None, for TensorRT-LLM does not document which prompt token each of its entries is for"
-}
+_OF_PROMPT: Final = "prompt_logprobs"
+_NOT_WHILE_DRAFTING: Final = ("min_p", "min_tokens", "logit_bias", "bad_words", "logprobs", "top_logprobs", _OF_PROMPT)
 _INSTEAD = "Leave it out, or serve an engine of backend torch or tensorrt."
 _DEFAULTS: Final = {row.name: row.default for row in SAMPLING_FIELDS}
 
@@ -67,6 +65,8 @@ def trtllm_params(request: Request, abilities: Abilities, *, max_seq_len: int) -
         given["bad"] = [text for stem in stems for text in (stem, f" {stem}")]  # as `TextCodec.spellings`
     if sampling.logprobs:
         given["logprobs"] = sampling.top_logprobs
+    if sampling.prompt_logprobs is not None:
+        given[_OF_PROMPT] = sampling.prompt_logprobs
     if sampling.grammar_field is not None:
         given["guided_decoding"] = _guide(sampling.grammar_field, getattr(sampling, sampling.grammar_field))
     return {
@@ -121,7 +121,7 @@ def _expected(name: str, request: Request, abilities: Abilities) -> tuple[str | 
             f"{_DEFAULTS[name]} with drafts of an engine without enable_penalty",
             "Build it again, or pass --no-drafter.",
         )
-    expected = _REFUSED.get(name) or abilities.refused.get(name)
+    expected = abilities.refused.get(name)
     if expected is not None:
         return expected, _INSTEAD
     if name == "min_tokens" and len(request.stop_token_ids) != 1:

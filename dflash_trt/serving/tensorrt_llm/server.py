@@ -19,6 +19,7 @@ _COMPLETIONS, _MODELS = "/v1/completions", "/v1/models"
 _GUIDES = {"json": ("json", "schema"), "regex": ("regex", "regex"), "grammar": ("ebnf", "ebnf")}  # of response_format
 _REFUSED = {
     "top_logprobs": "0, for the completions of trtllm-serve name tokens by their text",
+    "prompt_logprobs": "None, for the completions of trtllm-serve have no such field",
     "bad_words": "none, for the completions of trtllm-serve have no such field",
     "min_tokens": "0, for the completions of trtllm-serve hold back only the tokenizer's own end of sequence",
 }

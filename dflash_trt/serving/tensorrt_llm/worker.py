@@ -53,6 +53,9 @@ class Worker:
                 token_ids = list(completion.token_ids)
                 if token_ids[num_sent:]:
                     scores = _scores(token_ids[num_sent:], (completion.logprobs or [])[num_sent:])
+                    num_top = order["params"].get("prompt_logprobs")
+                    if num_top is not None and not num_sent:
+                        scores |= _prompt_scores(order["prompt"], num_top, completion.prompt_logprobs)
                     self._send({"kind": "tokens", "id": request_id, "token_ids": token_ids[num_sent:], **scores})
                 num_sent = len(token_ids)
                 reason = completion.finish_reason
@@ -95,6 +98,18 @@ def _scores(token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
         "logprobs": [row[token_id] for token_id, row in zip(token_ids, rows, strict=True)],
         "top": [sorted(row.items(), key=lambda item: (-item[1], item[0])) for row in rows],
     }
+
+
+def _prompt_scores(prompt: list[int], num_top: int, entries: list[Any]) -> dict[str, Any]:
+    """The same of the prompt, for all of its tokens but the first.
+
+    Entry i is for token i + 1, the last one for the first new token (`_compute_pytorch_prompt_logprobs` in
+    tensorrt_llm/executor/base_worker.py at 000bd1a6c3231651a9abe3cc6e7494042b6d2228).
+    """
+    if len(entries) != len(prompt):
+        raise ValueError(f"{len(entries)} entries of prompt_logprobs for {len(prompt)} tokens")
+    scores = _scores(prompt[1:], entries[:-1]) or {"logprobs": [], "top": []}
+    return {"prompt": {"logprobs": scores["logprobs"], "top": [row[:num_top] for row in scores["top"]]}}
 
 
 async def _serve(llm: Any, sampling_params: Any, connection: socket.socket) -> None:

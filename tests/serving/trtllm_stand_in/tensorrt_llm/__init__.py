@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ class Model:
                 new, scores, size = [], [], size % (self._max_draft_len + 1) + 1
             if reason is not None:
                 return
+
+    def prompt_scores(self, prompt: list[int], num_top: int, first_token: int) -> list[dict[int, float]]:
+        """Entry i has the most likely tokens after prompt token i, and the one that follows it."""
+        import torch
+
+        with torch.no_grad():
+            rows = self._model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        entries = []
+        for row, token in zip(rows, [*prompt[1:], first_token], strict=True):
+            most_likely = row.topk(num_top)
+            entries.append(dict(zip(most_likely.indices.tolist(), most_likely.values.tolist(), strict=True)))
+            entries[-1].setdefault(token, float(row[token]))
+        return entries
 
 
 class Rules:
@@ -151,6 +165,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
 
 
 class GuidedDecodingParams:
@@ -166,12 +181,13 @@ class SamplingParams:
 
 
 class RequestOutput:
-    def __init__(self, request_id: int, prompt: list[int], iterations: Iterator[tuple[Any, ...]]) -> None:
+    def __init__(self, request_id: int, prompt: list[int], iterations: Iterator[tuple[Any, ...]], scores: Any) -> None:
+        """`scores` gives the entries of the prompt after the first token; None where no request asks for them."""
         self.request_id = request_id
         self.prompt_token_ids = prompt
         self.outputs = [CompletionOutput(0)]
         self.finished = False
-        self._iterations = iterations
+        self._iterations, self._scores = iterations, scores
         self._is_aborted = False
 
     def abort(self) -> None:
@@ -186,6 +202,9 @@ class RequestOutput:
                 completion.finish_reason, self.finished = "cancelled", True
                 yield self
                 return
+            if self._scores is not None and not completion.token_ids:
+                entries = self._scores(new[0])
+                completion.prompt_logprobs = [{t: Logprob(value) for t, value in row.items()} for row in entries]
             completion.token_ids = [*completion.token_ids, *new]
             rows = [{token: Logprob(value) for token, value in row.items()} for row in scores]
             completion.logprobs = [*completion.logprobs, *rows]
@@ -217,7 +236,10 @@ class LLM:
         log({"request": self._num_requests, "params": {**params, "embedding_bias": "embedding_bias" in params}})
         if inputs[:2] == [6, 6]:
             raise ValueError("a prompt that TensorRT-LLM refuses")
-        return RequestOutput(self._num_requests, inputs, self._model.iterations(inputs, params))
+        num_top, scores = params.get("prompt_logprobs"), None
+        if num_top is not None:
+            scores = partial(self._model.prompt_scores, inputs, num_top)
+        return RequestOutput(self._num_requests, inputs, self._model.iterations(inputs, params), scores)
 
     def shutdown(self) -> None:
         log({"shutdown": True})
