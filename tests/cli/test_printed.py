@@ -6,13 +6,16 @@ wanted change of a text, `WRITE=1 scripts/test tests/cli/test_printed.py` writes
 
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+from dflash_trt.backends.machine import Machine
 from dflash_trt.bench.comparison import Comparison, Gate
 from dflash_trt.bench.host import HostReport
 from dflash_trt.bench.load_report import LoadReport
@@ -24,6 +27,7 @@ from dflash_trt.cli import check as checks
 from dflash_trt.cli.bench_report import gate_lines
 from dflash_trt.cli.report import RunSummary, summary_lines
 from dflash_trt.demo import PROMPTS
+from dflash_trt.recipes import Recipe
 from tests.cli.conftest import Invoke
 from tests.cli.test_check import report as report_of_a_check
 from tests.cli.test_help import COMMANDS
@@ -237,6 +241,62 @@ def test_advice(tmp_path: Path, invoke, capsys) -> None:
     alone = choices[1] | {"has_drafter": False, "num_prefill_workers": 0, "price_per_million_tokens": None}
     plan_advice._print(report | {"choices": [alone], "is_acceptance_assumed": False, "goals": [], "sensitivity": []})
     check("plan_advice", capsys.readouterr().out)
+
+
+def test_a_sweep(tmp_path: Path, invoke) -> None:
+    """Simulated loads of clients and of arrivals, with a prefix in common; each number of a row has six digits."""
+    pair = write(tmp_path, "target", QWEN3_8B), write(tmp_path, "drafter", DRAFTER)
+    machine, rows = tmp_path / "machine.json", tmp_path / "rows.csv"
+    assert MACHINE.costs is not None
+    rates: dict[str, Any] = {"product_rates": {1: 5e12, 64: 1.5e13}, "kv_s_per_byte": 3e-12, "mixing_s_per_flop": 7e-14}
+    rates |= {"token_s": 1e-6, "request_s": 2e-5, "pass_s": 3e-4, "step_s": 5e-4, "exchange_latency_s": 7e-7}
+    costs = MACHINE.costs.model_copy(update=rates)
+    known = {"memory_bytes": 1 << 36, "link_bytes_per_s": 1e11, "costs": costs, "copy_bytes_per_s": 1e12}
+    known |= {"copy_bytes_per_s_by_working_set_bytes": {1 << 30: 4e12, 1 << 35: 1e12}}
+    known |= {"peak_flops_per_s_by_operand_bits": {32: 2e13}}
+    machine.write_text(MACHINE.model_copy(update=known).text())
+    lengths = ("--prompt-tokens", 300, "--output-tokens", 20, "--shared-prefix", 70, "--max-seq-len", 1024)
+    loads = (
+        "--concurrency",
+        "1,6",
+        "--request-rate",
+        40,
+        "--requests-per-client",
+        2,
+        "--duration",
+        0.3,
+        "--spread",
+        0.3,
+    )
+    layouts = ("--layout", "tp1x2", "--layout", "tp2", "--layout", "tp3")
+    drafts = ("--accepted", "0.8,0.6,0.4", "--sweep-draft-length", 2, "--sweep-draft-length", 3)
+    words = (*layouts, *drafts, *lengths, *loads, "--max-num-tokens", 256, "--per-user", 90, "--per-user", 1000)
+    found = invoke("plan", *pair, "--sweep", "--machine", machine, *words, "--csv", rows)
+    assert found.exit_code == 0, found.stderr
+    check("plan_sweep", f"{found.stdout}\n{_rounded(rows.read_text())}")
+
+
+def _rounded(text: str) -> str:
+    """Floating-point sums differ in their last digits from machine to machine."""
+    return re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.6g}", text)
+
+
+def test_recipes(invoke, monkeypatch, capsys) -> None:
+    """Two recipes on GPUs and without one: too new a format, too many ranks, too large, and one that fits."""
+    gpu = Machine(name="GPU A", memory_bytes=80 << 30, num_devices=2, capability=(8, 0))
+    newer, more = (replace(gpu, num_devices=count, capability=(9, 0)) for count in (1, 2))
+    host = Machine(name="no GPU", memory_bytes=60 << 30, num_devices=1, capability=None)
+    listed = (
+        Recipe(name="demo", format="float32", gpus=(), weights_gib=1.5),
+        Recipe(name="minimax-m2.5-fp8-h200", format="fp8", gpus=("A", "B"), weights_gib=150.25),
+    )
+    monkeypatch.setattr("dflash_trt.recipes.recipes", lambda: listed)
+    texts = []
+    for machine in (gpu, newer, more, host):
+        monkeypatch.setattr("dflash_trt.backends.machine.this_machine", lambda machine=machine: machine)
+        texts += [invoke("recipes").stdout, invoke("recipes", "--json").stdout]
+    texts.append(invoke("recipes", "show", "demo").stdout.splitlines()[0])
+    check("recipes", "\n".join(texts).replace(str(listed[0].path.parent), "recipes") + "\n")
 
 
 def test_engines(engine_dir: Path, invoke, capsys) -> None:
