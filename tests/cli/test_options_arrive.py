@@ -619,6 +619,13 @@ def test_replicas_without_what_they_need_are_refused(engine_dir, invoke, words, 
     assert (refused.exit_code, refused.stdout) == (2, "") and refusal in refused.stderr
 
 
+def test_an_engine_without_a_drafter_is_no_replica_to_compare_with(target, tmp_path, invoke) -> None:
+    engine = tmp_path / "engine"
+    assert invoke("build", "--target", target, "-o", engine, "--max-seq-len", "96").exit_code == 0
+    refused = invoke("serve", engine, "--baseline-replica")
+    assert "expected a drafter to compare with, found an engine without one." in refused.stderr
+
+
 @pytest.fixture
 def two_ranks(target, drafter, tmp_path, invoke) -> Path:
     engine = tmp_path / "engine"

@@ -218,10 +218,11 @@ def test_ranks_and_acceptance_lengths_that_cannot_be_are_refused(pair, invoke) -
     result = invoke("plan", *pair, "--gpu", "h200", "--tp-size", 3)
     assert result.exit_code == 2
     assert "num_heads" in result.stderr
-    result = invoke("plan", *pair, "--gpu", "h200", "--acceptance-length", "17")
-    assert result.stderr == (
-        "error: --acceptance-length: expected at most 16, max_draft_len 15 and the bonus token, found 17.\n"
-    )
+    for lengths in ("17", "2,17"):
+        result = invoke("plan", *pair, "--gpu", "h200", "--acceptance-length", lengths)
+        assert result.stderr == (
+            "error: --acceptance-length: expected at most 16, max_draft_len 15 and the bonus token, found 17.\n"
+        )
     result = invoke("plan", *pair, "--gpu", "h200", "--context", "1024,some")
     assert "--context: expected numbers of at least 1, separated by commas, found '1024,some'" in result.stderr
 

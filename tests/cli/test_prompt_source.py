@@ -43,8 +43,9 @@ def test_a_measurement_alternates_categories_and_a_run_keeps_the_order(tmp_path:
     assert texts(source.rows(DEFAULTS)) == ["a0", "a1", "b0"]
     of_b = PromptSource(path=source.path, categories=("b",))
     assert texts(of_b.jobs()) == texts(of_b.rows(DEFAULTS)) == ["b0", "b1"]
-    with pytest.raises(ConfigError, match=r"--category c: expected a category of .*found a, b"):
-        PromptSource(path=source.path, categories=("c",)).jobs()
+    rows = [{"prompt": name, "category": name} for name in "hgfedba"]
+    with pytest.raises(ConfigError, match=r"--category c: expected a category of .*found a, b, d, e, f, g, h\."):
+        PromptSource(path=written(tmp_path, *rows, {"prompt": "of none"}), categories=("c",)).jobs()
 
 
 def test_wrong_rows_stay_in_a_run_and_stop_a_measurement(tmp_path: Path) -> None:
