@@ -56,6 +56,12 @@ def test_the_best_comes_first_with_alternatives_and_one_without_a_drafter(pair, 
     assert speeds == sorted(speeds)
 
 
+def test_a_target_alone_has_no_acceptance_and_no_drafts(pair, invoke) -> None:
+    report = advise(invoke, pair[0], "--gpu", "h200", "--gpus", 1, "--max-batch-size", 8, "--max-num-tokens", 2048)
+    assert (report["accepted"], report["is_acceptance_assumed"], report["sensitivity"]) == (None, False, [])
+    assert {(choice["has_drafter"], choice["num_draft_tokens"]) for choice in report["choices"]} == {(False, 0)}
+
+
 def test_the_commands_are_commands_and_have_the_choice_in_them(pair, invoke) -> None:
     report = advise(invoke, *pair, *NODE)
     build, serve = (shlex.split(command)[1:] for command in report["commands"])

@@ -317,6 +317,7 @@ def test_engines(engine_dir: Path, invoke, capsys) -> None:
     first = next(iter(report["files"]))
     report["files"][first]["is_hash_verified"] = False
     inspect._print(report)
+    inspect._print(report | {"tensorrt": None, "tensorrt_llm": {"versions": "5.6"}, "kernels": {}})
     check("inspect", capsys.readouterr().out)
 
 
