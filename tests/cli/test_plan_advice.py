@@ -37,6 +37,7 @@ def advise(invoke: Invoke, *words: Any) -> dict[str, Any]:
     result = invoke("plan", *words, "--json")
     assert result.exit_code == 0, result.stderr
     report: dict[str, Any] = json.loads(result.stdout)
+    assert result.stdout == json.dumps(report, indent=2) + "\n"
     return report
 
 

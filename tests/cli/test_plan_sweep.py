@@ -46,6 +46,7 @@ def sweep(invoke: Invoke, *words: Any) -> dict[str, Any]:
     result = invoke("plan", *words, "--sweep", *SIZES, "--json")
     assert result.exit_code == 0, result.stderr
     report: dict[str, Any] = json.loads(result.stdout)
+    assert result.stdout == json.dumps(report, indent=2) + "\n"
     return report
 
 

@@ -335,3 +335,12 @@ def test_a_format_that_is_asked_for_is_the_only_one(pair: PairSpecs) -> None:
             dtypes = {layer.owner.dtype for layer in made.pretrained_config.states().target}
             assert dtypes == {"bfloat16" if quantization is None else "float8_e4m3fn"}
             assert layout.num_replicas * made.pretrained_config.mapping.world_size == 2
+
+
+@pytest.mark.parametrize(("gain", "is_first"), [(1.09, False), (1.11, True)])
+def test_what_no_gpu_has_run_must_gain_a_tenth(gain: float, is_first: bool) -> None:
+    plain, apart = timed(100, 101), timed(100, 101, num_prefill_workers=2)
+    speed = plain.speed(8, 3)
+    for layout, factor in ((plain, 1.0), (apart, gain)):
+        layout.__dict__["by_batch_size"] = {8: replace(speed, output_tok_per_s=factor * speed.output_tok_per_s)}
+    assert (choices([plain, apart], Goal(num_gpus=5, lengths=LENGTHS))[0].layout is apart) == is_first
