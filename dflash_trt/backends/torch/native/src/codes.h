@@ -104,10 +104,9 @@ struct ScaledSums
     }
 };
 
-template <int kRows, int kPanels>
+template <int kRows, int kColumns>
 inline void multiply_tile(Code const* a, int64_t stride, Panels<Codes> const& b, int64_t depth, ScaledSums const& out)
 {
-    constexpr int kColumns = kPanels * kVectors;
     Bits sums[kRows][kColumns];
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
@@ -122,7 +121,7 @@ inline void multiply_tile(Code const* a, int64_t stride, Panels<Codes> const& b,
     Codes const* from = b.first;
     for (int64_t k = 0; k < depth; k += kCodes, from += b.row_stride)
     {
-        prefetch<kPanels>(from, b.panel_stride);
+        prefetch<kColumns>(from, b.panel_stride);
         Bits w[kColumns];
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column)

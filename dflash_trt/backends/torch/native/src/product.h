@@ -4,6 +4,7 @@
 
 #include "simd.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -13,9 +14,9 @@ namespace dflash_trt
 constexpr int kPanel = 32; // columns of the right operand that lie beside one another
 constexpr int kVectors = kPanel / kLanes;
 
-/// Of activations in a tile: its sums and operands are no more than the registers.
+/// Of activations in a tile: its sums and operands are no more than the registers, 32 or 16.
 template <typename Element>
-constexpr int kMaxRows = kLanes == 16 ? (std::is_same_v<Element, Code> ? 8 : 12) : 3;
+constexpr int kMaxRows = std::is_same_v<Element, Code> ? (kLanes == 16 ? 8 : 3) : (kLanes == 16 ? 12 : 6);
 
 constexpr int kRowsAhead = 64; // of a panel of weights: 8 KiB in pairs, beyond the page where the CPU's own prefetcher stops
 
@@ -57,16 +58,19 @@ private:
     }
 };
 
-/// Panels that few rows multiply at once, as they have sums to spare.
-constexpr int panels_at_once(int rows)
+/// Vectors of columns that a tile of some rows multiplies at once: of several panels where there are sums to spare, or
+/// a part of a panel.
+constexpr int columns_at_once(int rows)
 {
-    return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 ? 2 : 1) : (rows == 1 ? 2 : 1);
+    return rows <= (kLanes == 16 ? 2 : 1) ? 8 : rows <= (kLanes == 16 ? 4 : 3) ? 4 : 2;
 }
 
-/// What the tile reads later. Few rows pass faster than the first cache fills: for them the second cache is best.
-template <int kPanels, typename Weight>
+/// What the tile reads later, and the other parts of its panel. Few rows pass faster than the first cache fills: for them
+/// the second cache is best.
+template <int kColumns, typename Weight>
 inline void prefetch(Weight const* row, int64_t panel_stride)
 {
+    constexpr int kPanels = kColumns > kVectors ? kColumns / kVectors : 1;
     constexpr int kLocality = kPanels > 1 ? 2 : 3;
     for (int panel = 0; panel < kPanels; ++panel)
     {
@@ -77,11 +81,10 @@ inline void prefetch(Weight const* row, int64_t panel_stride)
     }
 }
 
-/// The sums of some rows and panels.
-template <int kRows, int kPanels>
+/// The sums of some rows and vectors of columns.
+template <int kRows, int kColumns>
 struct Tile
 {
-    static constexpr int kColumns = kPanels * kVectors;
     Vec sums[kRows][kColumns];
 
     explicit Tile(Sums const& out)
@@ -141,10 +144,10 @@ inline Weight const* vector_of(Weight const* row, int64_t panel_stride, int colu
     return row + column / kVectors * panel_stride + column % kVectors * kLanes;
 }
 
-template <int kRows, int kPanels, typename Weight>
+template <int kRows, int kColumns, typename Weight>
 inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& b, int64_t depth, Sums const& out)
 {
-    Tile<kRows, kPanels> tile(out);
+    Tile<kRows, kColumns> tile(out);
     Weight const* row = b.first;
     for (int64_t k = 0; k < depth; ++k, row += b.row_stride)
     {
@@ -153,15 +156,15 @@ inline void multiply_tile(float const* a, int64_t stride, Panels<Weight> const& 
     tile.write(out);
 }
 
-template <int kRows, int kPanels>
+template <int kRows, int kColumns>
 inline void multiply_tile(float const* a, int64_t stride, Panels<Pair> const& b, int64_t depth, Sums const& out)
 {
-    Tile<kRows, kPanels> tile(out);
+    Tile<kRows, kColumns> tile(out);
     Pair const* row = b.first;
     int64_t k = 0;
     for (; k + 1 < depth; k += 2, row += b.row_stride)
     {
-        prefetch<kPanels>(row, b.panel_stride);
+        prefetch<kColumns>(row, b.panel_stride);
         tile.add(a + k, stride, [&](int column) { return load_firsts(vector_of(row, b.panel_stride, column)); });
         tile.add(a + k + 1, stride, [&](int column) { return load_seconds(vector_of(row, b.panel_stride, column)); });
     }
@@ -175,17 +178,17 @@ inline void multiply_tile(float const* a, int64_t stride, Panels<Pair> const& b,
 #if defined(__AVX512BF16__)
 
 /// bfloat16 times bfloat16, two products to a sum at a time; `depth` is even.
-template <int kRows, int kPanels>
+template <int kRows, int kColumns>
 inline void multiply_tile(Pair const* a, int64_t stride, Panels<Pair> const& b, int64_t depth, Sums const& out)
 {
-    Tile<kRows, kPanels> tile(out);
+    Tile<kRows, kColumns> tile(out);
     Pair const* row = b.first;
     for (int64_t k = 0; k < depth / 2; ++k, row += b.row_stride)
     {
-        prefetch<kPanels>(row, b.panel_stride);
-        Bits w[tile.kColumns];
+        prefetch<kColumns>(row, b.panel_stride);
+        Bits w[kColumns];
 #pragma GCC unroll 16
-        for (int column = 0; column < tile.kColumns; ++column)
+        for (int column = 0; column < kColumns; ++column)
         {
             w[column] = load_bits(vector_of(row, b.panel_stride, column));
         }
@@ -194,7 +197,7 @@ inline void multiply_tile(Pair const* a, int64_t stride, Panels<Pair> const& b, 
         {
             Bits const x = broadcast_bits(a + i * stride + k);
 #pragma GCC unroll 16
-            for (int column = 0; column < tile.kColumns; ++column)
+            for (int column = 0; column < kColumns; ++column)
             {
                 tile.sums[i][column] = dot_pairs(x, w[column], tile.sums[i][column]);
             }
@@ -216,17 +219,22 @@ inline void multiply_panels(RowsOf<Element> const& a, Panels<Weight> b, int64_t 
             return multiply_panels<kRows - 1>(a, b, num_panels, depth, out);
         }
     }
-    constexpr int kPanels = panels_at_once(kRows);
+    constexpr int kColumns = columns_at_once(kRows), kPart = std::min(kColumns, kVectors);
+    constexpr int kPanels = kColumns / kVectors;
     int64_t panel = 0;
-    for (; panel + kPanels <= num_panels; panel += kPanels)
+    for (; kPanels > 1 && panel + kPanels <= num_panels; panel += kPanels)
     {
-        multiply_tile<kRows, kPanels>(a.first, a.stride, b, depth, out);
+        multiply_tile<kRows, kColumns>(a.first, a.stride, b, depth, out);
         b.first += kPanels * b.panel_stride;
         out = out.beside(kPanels * kPanel);
     }
     for (; panel < num_panels; ++panel)
     {
-        multiply_tile<kRows, 1>(a.first, a.stride, b, depth, out);
+        for (int part = 0; part < kPanel; part += kPart * kLanes)
+        {
+            Panels<Weight> const some{b.first + part, b.row_stride, b.panel_stride};
+            multiply_tile<kRows, kPart>(a.first, a.stride, some, depth, out.beside(part));
+        }
         b.first += b.panel_stride;
         out = out.beside(kPanel);
     }
