@@ -106,9 +106,8 @@ class KernelTables:
         if item.kind == "all_reduce":
             return _times(item.count, self._tokens("CustomAllReduce", (item.features, num_ranks), rows))
         half = self._common.CommQuantMode.half
-        part = max(1, item.features // num_ranks)  # of each rank, as the tables count
-        kind = "all_gather" if item.kind == "all_to_all" else item.kind  # a rank receives as much
-        return _times(item.count, self._tokens("NCCL", (kind, part, num_ranks, half), rows))
+        kind = item.kind.replace("_to_", "to")
+        return _times(item.count, self._tokens("NCCL", (kind, item.features, num_ranks, half), rows))
 
     def _experts(self, item: Product) -> KernelTime | None:
         assert item.experts is not None

@@ -12,7 +12,7 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.plan import kernel_tables as module
 from dflash_trt.plan.attention_work import MixingWork
-from dflash_trt.plan.exchanges import Exchange
+from dflash_trt.plan.exchanges import Exchange, Kind
 from dflash_trt.plan.gpus import GPUS, gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels, kernel_fits
 from dflash_trt.plan.kernel_tables import KernelTables, kernel_tables
@@ -173,6 +173,14 @@ def test_an_all_reduce_is_found_by_ranks_and_size(h200: KernelTables) -> None:
     assert found is not None and table
     latencies = [1e-3 * 64 * row["latency"] for row in table]
     assert min(latencies) * 0.999 <= found.seconds <= max(latencies) * 1.001
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_an_exchange_of_rows_is_no_faster_than_the_links(h200: KernelTables, kind: Kind) -> None:
+    """A message of NCCL's tables is the whole of what is gathered, scattered or sent, not one rank's part."""
+    received, link_rate = 32768 * 7168 * 2 * 7 / 8, gpu_of("h200").link_rate
+    found = h200.exchange(Exchange(kind=kind, count=1, rows=32768, features=7168, num_bytes=received), 8)
+    assert found is not None and 0.6 * link_rate < received / found.seconds < link_rate
 
 
 def test_what_no_engine_was_measured_at_is_left_to_others(h200: KernelTables) -> None:
