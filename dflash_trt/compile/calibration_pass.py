@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
-from dflash_trt.backends.torch.moe import apply_expert, run_chosen_experts
+from dflash_trt.backends.torch.moe import Choice, apply_expert, run_chosen_experts
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
@@ -109,8 +109,7 @@ class _ObservedOps(TorchOps):
         out = self._bank(linear.name, x)[:, linear.first_row : linear.first_row + len(linear.weight)]
         return out if linear.bias is None else out + linear.bias
 
-    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe, routed: Tensor | None = None) -> Tensor:
-        choice = self._chosen(x if routed is None else routed, experts, moe)
+    def _run_experts(self, x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice) -> Tensor:
         return run_chosen_experts(x, experts, moe, choice, self._expert)
 
     def _expert(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:

@@ -41,17 +41,18 @@ class RoutedExperts(Generic[T]):
     shared_gate: Linear[T] | None
 
     def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
-        x = ops.all_gather_rows(ops.rms_norm(hidden, norm, eps), exchanged)
-        return ops.all_reduce(ops.reduce_scatter_rows(self.part(ops, x), exchanged))
-
-    def part(self, ops: Ops[T], x: T) -> T:
-        """See `Mlp.part`."""
+        x = ops.rms_norm(hidden, norm, eps)
         if self.shared is None:
-            return ops.moe(x, self.experts, self.spec)
-        shared = self.shared.part(ops, x)
+            return ops.all_reduce(ops.exchanged_moe(x, self.experts, self.spec, exchanged))
+        part = self._part(ops, self.shared, ops.all_gather_rows(x, exchanged))
+        return ops.all_reduce(ops.reduce_scatter_rows(part, exchanged))
+
+    def _part(self, ops: Ops[T], shared: Mlp[T], x: T) -> T:
+        """See `Mlp.part`."""
+        part = shared.part(ops, x)
         if self.shared_gate is not None:
-            shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate))
-        return ops.add(ops.moe(x, self.experts, self.spec), shared)
+            part = ops.sigmoid_mul(part, ops.linear(x, self.shared_gate))
+        return ops.add(ops.moe(x, self.experts, self.spec), part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +70,8 @@ class NormedExperts(Generic[T]):
     def run(self, ops: Ops[T], hidden: T, norm: T, eps: float, exchanged: ExchangedRows) -> T:
         shared = self.shared.run(ops, hidden, norm, eps, exchanged)
         routed = ops.scale(ops.rms_norm(hidden, self.router_norm, eps), self.spec.router_input_scale)
-        x = ops.all_gather_rows(ops.rms_norm(hidden, self.experts_norm, eps), exchanged)
-        part = ops.moe(x, self.experts, self.spec, ops.all_gather_rows(routed, exchanged))
-        chosen = ops.all_reduce(ops.reduce_scatter_rows(part, exchanged))
+        x = ops.rms_norm(hidden, self.experts_norm, eps)
+        chosen = ops.all_reduce(ops.exchanged_moe(x, self.experts, self.spec, exchanged, routed))
         normed = ops.rms_norm(shared, self.shared_post_norm, eps)
         return ops.add(normed, ops.rms_norm(chosen, self.experts_post_norm, eps))
 

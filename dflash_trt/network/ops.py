@@ -224,6 +224,15 @@ class Ops(Protocol[T]):
         """
         ...
 
+    def exchanged_moe(
+        self, x: T, experts: Experts[T], moe: Moe, exchanged: ExchangedRows, routed: T | None = None
+    ) -> T:
+        """`moe` of this rank's rows; where ranks have requests of their own, summed over all of them.
+
+        Rows go to the ranks that have experts of them, or to all ranks as in `all_gather_rows`.
+        """
+        ...
+
     def split(self, x: T, sizes: Sequence[int]) -> Sequence[T]:
         """Along the last axis."""
         ...

@@ -63,6 +63,11 @@ class OpsWithoutRows(Generic[T]):
         self._ops.reduce_scatter_rows(x, exchanged)
         return NoRows()
 
+    def exchanged_moe(self, x: Any, experts: Any, moe: Any, exchanged: ExchangedRows, routed: Any = None) -> Any:
+        routed = None if routed is None else self._no_rows(routed.features)
+        self._ops.exchanged_moe(self._no_rows(x.features), experts, moe, exchanged, routed)
+        return NoRows()
+
     def all_gather_vocab(self, logits: T, exchanged: ExchangedRows) -> Any:
         self._ops.all_gather_vocab(logits, exchanged)
         return NoRows()

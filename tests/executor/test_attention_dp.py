@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.bench.throughput import compare_policies
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, RankError
+from dflash_trt.core.expert_exchange import exchange_costs, sends_by_counts
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
@@ -133,6 +136,50 @@ def test_experts_are_divided_by_number_and_by_columns(
     engine = build(experts, tp_size=num_ranks, ep_size=ep_size, attention_dp=True, overwrite=True)
     with engine_loop(engine) as loop:
         assert verified(run(loop, requests(), at_once=3)) == expected
+
+
+@pytest.fixture
+def counted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that rank 0, which is this process, gets in exchanges by counts."""
+    found: list[int] = []
+    exchange = ProcessRanks.all_to_all_by_counts
+
+    def recorded(ranks: ProcessRanks, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        found.append(sum(received))
+        return exchange(ranks, x, sent, received)
+
+    monkeypatch.setattr(ProcessRanks, "all_to_all_by_counts", recorded)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "ep_size", "is_counted"),
+    [
+        ("qwen3_moe", 2, 2, True),
+        ("qwen3_moe", 4, 4, True),
+        ("qwen3_moe", 4, 2, True),
+        ("qwen3_moe", 2, 1, False),
+        ("gemma4", 2, 2, True),
+        ("glm4_moe", 2, 2, False),
+    ],
+)
+def test_rows_go_to_experts_as_the_rule_says_and_texts_are_those_of_one_rank(
+    tmp_path: Path, counted_rows: list[int], family: str, num_ranks: int, ep_size: int, is_counted: bool
+) -> None:
+    """With prompts of some ranks beside verify blocks of others, and ranks without rows."""
+    make_pair(tmp_path, family)
+    found = []
+    for ranks in ({"tp_size": 1}, {"tp_size": num_ranks, "ep_size": ep_size, "attention_dp": True}):
+        assert not counted_rows
+        engine = build(tmp_path, **ranks)
+        with engine_loop(engine) as loop:
+            found.append([verified(run(loop, requests(temperature)[:6], at_once=3)) for temperature in (0.0, 0.9)])
+    assert found[1] == found[0]
+    target = engine.manifest.pretrained_config.target
+    sizes: dict[str, int] = {"hidden_size": target.hidden_size, "itemsize": 4, "ep_size": ep_size}
+    [moe] = set(target.moes)
+    assert sends_by_counts(moe, exchange_costs(None), num_rows=[1] * num_ranks, **sizes) == is_counted
+    assert bool(counted_rows) == is_counted
 
 
 def test_packed_experts_and_fp8_pages_too(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.shared_rows import IdleRank, SharedRows
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.expert_exchange import exchange_costs
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.core.logprobs import PromptRows, TopRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
@@ -379,8 +380,14 @@ class TorchGpuExecutor:
         num_ranks, make = self.network.mapping.dp_size, partial(self._make_ops, num_draft_tokens=shape.num_draft_tokens)
         if num_ranks == 1:
             return partial(make, ranks=self._ranks)
-        joint = joint or joint_rows(shape, num_ranks)
-        shared = SharedRows(ranks=self._ranks, joint=joint, is_in_order=self.is_deterministic)
+        capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None
+        shared = SharedRows(
+            ranks=self._ranks,
+            joint=joint or joint_rows(shape, num_ranks),
+            is_in_order=self.is_deterministic,
+            ep_size=self.network.mapping.ep_size,
+            costs=None if joint is None else exchange_costs(capability),  # without: a graph's
+        )
         return partial(make, shared_rows=shared)
 
     @cached_property

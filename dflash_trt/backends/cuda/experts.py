@@ -1,6 +1,6 @@
 """Experts on a GPU: packed weights, four launches after the router's GEMM, no host synchronization."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,17 +42,8 @@ def prepare_device_experts(experts: StackedExperts[Tensor], *, has_fixed_tiles: 
 
 def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
     """x [N, H] and the router's logits [N, moe.num_experts] -> [N, H]; experts of other ranks add nothing."""
-    router = Router(
-        kind=router_kind(moe),
-        num_chosen=moe.num_experts_per_token,
-        normalizes=moe.normalizes_top_k,
-        factor=moe.routing_scale,
-        choice_bias=experts.choice_bias,
-        num_groups=moe.num_groups,
-        num_chosen_groups=moe.num_chosen_groups,
-        first_expert=experts.first_expert,
-        num_here=None if experts.num_experts == moe.num_experts else experts.num_experts,
-    )
+    num_here = None if experts.num_experts == moe.num_experts else experts.num_experts
+    router = replace(_router(experts, moe), first_expert=experts.first_expert, num_here=num_here)
     packed = PackedExperts(
         gate_up=experts.gate_up,
         down=experts.down,
@@ -69,3 +60,21 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         widens_weights=widens_weights(packed, logits.dtype),
     )
     return run_experts(x.contiguous(), packed, routing)
+
+
+def chosen_of_all(logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
+    """The experts of all ranks that rows with these logits go through, int32 [N, chosen]."""
+    return route(logits, _router(experts, moe), experts.ticket).expert_ids
+
+
+def _router(experts: DeviceExperts, moe: Moe) -> Router:
+    """The choice among the experts of all ranks."""
+    return Router(
+        kind=router_kind(moe),
+        num_chosen=moe.num_experts_per_token,
+        normalizes=moe.normalizes_top_k,
+        factor=moe.routing_scale,
+        choice_bias=experts.choice_bias,
+        num_groups=moe.num_groups,
+        num_chosen_groups=moe.num_chosen_groups,
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.drafter_ops import DrafterOps
-from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
+from dflash_trt.backends.cuda.experts import DeviceExperts, chosen_of_all, run_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
 from dflash_trt.backends.cuda.handles import (
     Attended,
@@ -33,6 +33,7 @@ from dflash_trt.backends.cuda.latent_attention import attend_device_latent
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.torch.expert_exchange import RowRouter
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe
@@ -157,6 +158,24 @@ class TorchGpuOps(DrafterOps):
         assert isinstance(experts, DeviceExperts)
         logits = self.linear(x if routed is None else routed, experts.router)
         return run_device_experts(tensor_of(x), logits, experts, moe)
+
+    def exchanged_moe(
+        self, x: Value, experts: Experts[Any], moe: Moe, exchanged: ExchangedRows, routed: Value | None = None
+    ) -> Tensor:
+        if self._shared_rows is None:
+            return self.moe(x, experts, moe, routed)
+        assert isinstance(experts, DeviceExperts)
+        router = RowRouter(
+            num_experts=moe.num_experts,
+            logits=lambda rows: self.linear(rows, experts.router),
+            expert_ids=lambda logits: chosen_of_all(logits, experts, moe),
+        )
+
+        def run(rows: Tensor, logits: Tensor) -> Tensor:
+            return run_device_experts(rows, logits, experts, moe)
+
+        routed_rows = None if routed is None else tensor_of(routed)
+        return self._shared_rows.run_experts(tensor_of(x), routed_rows, moe, exchanged, router, run)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Value]:
         if isinstance(x, Heads):

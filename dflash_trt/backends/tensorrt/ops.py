@@ -197,6 +197,14 @@ class TrtOps(DrafterOps, LatentOps):
         logits = self.linear(x if routed is None else routed, experts.router)
         return self._lowering.experts(x, logits, experts, moe)
 
+    def exchanged_moe(
+        self, x: ITensor, experts: Experts[Handle], moe: Moe, exchanged: ExchangedRows, routed: ITensor | None = None
+    ) -> ITensor:
+        """In shapes that the engine knows: all rows on all ranks."""
+        routed = None if routed is None else self.all_gather_rows(routed, exchanged)
+        part = self.moe(self.all_gather_rows(x, exchanged), experts, moe, routed)
+        return self.reduce_scatter_rows(part, exchanged)
+
     def tempered(self, q: ITensor, rows: Rows[ITensor], temperature: QueryTemperature) -> ITensor:
         layers = self._layers
         intervals = layers.binary("DIV", layers.binary("SUM", rows.positions, 1), temperature.interval)

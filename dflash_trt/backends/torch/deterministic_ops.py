@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
 from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
-from dflash_trt.backends.torch.moe import activated, run_chosen_experts, unpacked_expert
+from dflash_trt.backends.torch.moe import Choice, activated, run_chosen_experts, unpacked_expert
 from dflash_trt.backends.torch.native.linear import NativeLinear
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
@@ -64,8 +64,7 @@ class DeterministicOps(TorchOps):
     ) -> Tensor:
         return gated_delta_in_order(qkvz, ba, parameters, self._slot_rows, cache, spec, eps)
 
-    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe, routed: Tensor | None = None) -> Tensor:
-        choice = self._chosen(x if routed is None else routed, experts, moe)
+    def _run_experts(self, x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice) -> Tensor:
         activate = partial(activated, pointwise=in_vectors)
         return run_chosen_experts(x, experts, moe, choice, self._expert, activate)
 

@@ -39,6 +39,7 @@ from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.sampling import AdjustScores, adjustment
 from dflash_trt.backends.torch.shared_rows import IdleRank, SharedRows
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of
+from dflash_trt.core.expert_exchange import exchange_costs
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
@@ -113,7 +114,7 @@ class TorchExecutor:
         assert ranks.num_ranks == network.mapping.world_size, "a shard of a network needs all of its ranks"
         self._ranks, self._shared = ranks, None
         if network.mapping.dp_size > 1:
-            self._ranks, self._shared = ONE_RANK, partial(SharedRows, ranks=ranks, is_in_order=is_deterministic)
+            self._ranks, self._shared = ONE_RANK, _shared_rows_maker(network, ranks, is_deterministic)
         self.page_plan = page_plan
         states, dtype = states_of(network, quantization), activation_dtype(network)
         native = kernels if fits(dtype, states) else None
@@ -353,6 +354,11 @@ def _ops_maker(
     programs = Programs(kernels) if ranks.num_ranks == 1 else None
     ops = DeterministicNativeOps if is_deterministic else NativeOps
     return partial(ops, kernels=kernels, programs=programs), programs
+
+
+def _shared_rows_maker(network: Network[Tensor], ranks: RankGroup, is_in_order: bool) -> Callable[..., SharedRows]:
+    costs, ep_size = exchange_costs(None), network.mapping.ep_size
+    return partial(SharedRows, ranks=ranks, is_in_order=is_in_order, ep_size=ep_size, costs=costs)
 
 
 def _step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:

@@ -18,6 +18,7 @@ from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import dflash2 as torch_dflash2
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.attention_plan import plan_attention, plan_blocks
+from dflash_trt.backends.torch.expert_exchange import RowRouter
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
@@ -71,6 +72,10 @@ def make_rope_table(rotary: Rotary, *, num_positions: int, dtype: torch.dtype) -
 def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype)
+
+
+def _chosen(logits: Tensor, experts: Experts[Tensor], moe: Moe) -> Choice:
+    return chosen_experts(logits, moe, experts.choice_bias, experts.expert_scales)
 
 
 class ByGroup:
@@ -195,10 +200,27 @@ class TorchOps:
         return x.float().sigmoid()
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe, routed: Tensor | None = None) -> Tensor:
-        return run_chosen_experts(x, experts, moe, self._chosen(x if routed is None else routed, experts, moe))
+        logits = self.linear(x if routed is None else routed, experts.router)
+        return self._run_experts(x, experts, moe, _chosen(logits, experts, moe))
 
-    def _chosen(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Choice:
-        return chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias, experts.expert_scales)
+    def exchanged_moe(
+        self, x: Tensor, experts: Experts[Tensor], moe: Moe, exchanged: ExchangedRows, routed: Tensor | None = None
+    ) -> Tensor:
+        if self._shared_rows is None:
+            return self.moe(x, experts, moe, routed)
+        router = RowRouter(
+            num_experts=moe.num_experts,
+            logits=lambda rows: self.linear(rows, experts.router),
+            expert_ids=lambda logits: _chosen(logits, experts, moe).expert_ids,
+        )
+
+        def run(rows: Tensor, logits: Tensor) -> Tensor:
+            return self._run_experts(rows, experts, moe, _chosen(logits, experts, moe))
+
+        return self._shared_rows.run_experts(x, routed, moe, exchanged, router, run)
+
+    def _run_experts(self, x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice) -> Tensor:
+        return run_chosen_experts(x, experts, moe, choice)
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.split_with_sizes(tuple(sizes), -1)

@@ -63,6 +63,10 @@ class RankGroup(Protocol):
         """Columns [sum, C] of each rank for all rows -> all columns [n, ranks * C] of the `num_rows[r]` of this one."""
         ...
 
+    def all_to_all_by_counts(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[sum, C], `sent[r]` rows for each rank r -> the `received[r]` rows of each, [sum, C]; rank 0's first."""
+        ...
+
     def smallest(self, number: int) -> int:
         """Minimum over the ranks' numbers."""
         ...
@@ -90,6 +94,9 @@ class OneRank:
         return x
 
     def all_to_all_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        return x
+
+    def all_to_all_by_counts(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return x
 
     def smallest(self, number: int) -> int:
@@ -203,6 +210,11 @@ class ProcessRanks:
         sizes = ([count] * self.num_ranks, list(num_rows)) if len(set(num_rows)) > 1 else ([], [])
         self._exchange(self._group.alltoall_base, by_rank, x.contiguous(), *sizes)
         return self._columns_of_ranks(by_rank)
+
+    def all_to_all_by_counts(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        found = x.new_empty(sum(received), x.shape[1])
+        self._exchange(self._group.alltoall_base, found, x.contiguous(), list(received), list(sent))
+        return found
 
     def _columns_of_ranks(self, x: Tensor) -> Tensor:
         """[ranks * N, C], rank 0's rows first -> [N, ranks * C]."""

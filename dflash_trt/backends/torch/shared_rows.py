@@ -1,13 +1,18 @@
 """Rows of a step that all ranks compute together, where ranks have requests of their own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.torch.expert_exchange import AllRows, ExpertExchange, RowRouter, RowsByCounts
 from dflash_trt.backends.torch.process_group import RankGroup, summed_in_order
+from dflash_trt.core.expert_exchange import ExchangeCosts, sends_by_counts
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.step_plan import JointRows
 from dflash_trt.network.ops import ExchangedRows
 from dflash_trt.network.ops_without_rows import OpsWithoutRows, share_step, without_mixers
@@ -22,6 +27,8 @@ class SharedRows:
     ranks: RankGroup
     joint: JointRows | None
     is_in_order: bool = False  # sums do not depend on where a row stands
+    ep_size: int = 1
+    costs: ExchangeCosts | None = None  # by which rows go to experts; None: in exchanges of fixed sizes
 
     def all_gather(self, x: Tensor, exchanged: ExchangedRows) -> Tensor:
         """[N, H] or [N] of this rank -> [sum, H] or [sum], rank 0's first."""
@@ -35,6 +42,29 @@ class SharedRows:
             return self.ranks.reduce_scatter_rows(x, num_rows)
         start = sum(num_rows[: self.ranks.rank])
         return summed_in_order(self.ranks, x, slice(start, start + num_rows[self.ranks.rank]))
+
+    def run_experts(
+        self,
+        x: Tensor,
+        routed: Tensor | None,
+        moe: Moe,
+        exchanged: ExchangedRows,
+        router: RowRouter,
+        run: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Rows [N, H] of this rank -> the sums [N, H] of their experts on all ranks.
+
+        `run` gives this rank's part [M, H] for rows and their router logits; the router reads `routed`, if given.
+        """
+        exchange = self._expert_exchange(x, moe, exchanged)
+        found = exchange.dispatch(x, routed, router)
+        return exchange.combine(run(*found) if len(found.rows) else found.rows)
+
+    def _expert_exchange(self, x: Tensor, moe: Moe, exchanged: ExchangedRows) -> ExpertExchange:
+        sizes = {"hidden_size": x.shape[1], "itemsize": x.element_size(), "ep_size": self.ep_size}
+        if self.costs is not None and sends_by_counts(moe, self.costs, num_rows=self._num_rows(exchanged), **sizes):
+            return RowsByCounts(self.ranks, self.ep_size)
+        return AllRows(partial(self.all_gather, exchanged=exchanged), partial(self.reduce_scatter, exchanged=exchanged))
 
     def own_rows(self, x: Tensor, exchanged: ExchangedRows) -> Tensor:
         """Each rank's columns [sum, C] of all rows -> all columns [N, ranks * C] of this rank's rows."""
