@@ -12,6 +12,7 @@ from dflash_trt.cli import plan_advice, plan_sweep
 from dflash_trt.cli.build import build, merged_config
 from dflash_trt.cli.help_text import PATH, LongCommand, examples
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.expert_exchange import exchange_costs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -294,7 +295,8 @@ def _step(
 
     has_drafter = made.pretrained_config.draft is not None
     floor = made.floor(step, has_drafter=has_drafter)
-    work = EngineWork(made.pretrained_config, has_drafter=has_drafter).of(step.rows)
+    moved_by = exchange_costs(made.gpu.capability)
+    work = EngineWork(made.pretrained_config, has_drafter=has_drafter, exchange_costs=moved_by).of(step.rows)
     expected = clock_of(made.gpu, costs).time(work)
     plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
     return {

@@ -137,7 +137,8 @@ class StepClock:
             products_s=sum(found.seconds for found in products),
             mixing_s=sum(found.seconds for found in mixings),
             operators_s=others_s,
-            exchange_s=sum(found.seconds for found in exchanges),
+            exchange_s=sum(found.seconds for found in exchanges)
+            + sum(item.count * item.host_s for item in work.exchanges),
             host_s=costs.host_step_s + work.num_requests * costs.host_request_s,
             is_host_hidden=costs.is_host_hidden,
             known_s=known_s,

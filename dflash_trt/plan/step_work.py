@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.expert_exchange import ExchangeCosts
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
@@ -117,14 +118,17 @@ class _Kind:
 class EngineWork:
     """The work of an engine's steps, with or without its drafter. Made once: counting a step is cheap."""
 
-    def __init__(self, config: PretrainedConfig, *, has_drafter: bool) -> None:
+    def __init__(
+        self, config: PretrainedConfig, *, has_drafter: bool, exchange_costs: ExchangeCosts | None = None
+    ) -> None:
+        """By `exchange_costs` ranks with requests of their own exchange rows as an engine without TensorRT does."""
         self._config = config
         self._draft = config.draft if has_drafter else None
         self._itemsize = num_bytes_of(config.dtype)
         self._sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # elements, bytes and count
         self._count_weights()
         states = config.states()
-        self._exchanges = Exchanges(config, has_drafter=has_drafter)
+        self._exchanges = Exchanges(config, has_drafter=has_drafter, costs=exchange_costs)
         self._mixings: list[Mixing] = list(mixings_of(config.target, states.target, config.mapping))
         if self._draft is not None:
             self._mixings += mixings_of(self._draft, states.draft, config.mapping)
@@ -161,6 +165,8 @@ class EngineWork:
         if draft is not None:
             moved += num_passes * draft_rows * self._features[1]
         mixed = [mixing.of(rows, num_passes, computed_slots) for mixing in self._mixings]
+        shared = num_tokens * self._config.mapping.dp_size if shared_tokens is None else shared_tokens
+        has_prompts = bool((rows.num_tokens > drafts + 1).any()) or shared > slots * self._config.mapping.dp_size
         exchanged = RankRows(
             tokens=num_tokens,
             logits=slots,
@@ -168,8 +174,8 @@ class EngineWork:
             draft_layers=draft_rows,
             draft_embedding=num_requests * computed_slots if not is_chain else slots // 2,
             drafts=num_requests * drafts // max(1, num_passes),
+            has_prompts=has_prompts,
         )
-        shared = num_tokens * self._config.mapping.dp_size if shared_tokens is None else shared_tokens
         return StepWork(
             num_requests=num_requests,
             num_tokens=num_tokens,

@@ -19,6 +19,7 @@ import numpy as np
 from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.expert_exchange import exchange_costs
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import GPUS_PER_NODE
@@ -237,7 +238,8 @@ class Layout:
 
     @cached_property
     def _work(self) -> EngineWork:
-        return EngineWork(self.made.pretrained_config, has_drafter=self.has_drafter)
+        costs = exchange_costs(self.clock.gpu.capability)
+        return EngineWork(self.made.pretrained_config, has_drafter=self.has_drafter, exchange_costs=costs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

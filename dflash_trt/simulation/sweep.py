@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError
+from dflash_trt.core.expert_exchange import exchange_costs
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.request import Request
 from dflash_trt.core.step_plan import ExecutorLimits
@@ -152,7 +153,11 @@ def sweep(
     loads = [workload.loads(engine.num_replicas) for engine in engines]
     points = []
     for engine, of_engine in zip(engines, loads, strict=True):
-        work = EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0)
+        work = EngineWork(
+            engine.pretrained_config,
+            has_drafter=engine.num_draft_tokens > 0,
+            exchange_costs=None if engine.pads_ranks else exchange_costs(engine.clock.gpu.capability),
+        )
         for load in of_engine:
             points.append(_point(engine, work, load))
             progress(len(points), sum(map(len, loads)), f"{engine.name}, {points[-1].load_in_words}")

@@ -8,6 +8,7 @@ import pytest
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.specs import PairSpecs, with_draft_window
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.expert_exchange import exchange_costs, reached_fraction, sends_by_counts
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.plan.gpus import gpu_of
@@ -104,6 +105,24 @@ def test_ranks_exchange_the_rows_of_embedding_feed_forwards_and_head(feed_forwar
         ("all_to_all", 1, 2, V, 2 * V * size),
     ]
     assert found.num_ranks == 4
+
+
+def test_rows_of_prompts_go_to_experts_as_the_rule_says() -> None:
+    """The rule is the engine's own function. Verify blocks run in a graph, whose exchanges have one size."""
+    costs, mapping = exchange_costs((9, 0)), Mapping(world_size=8, dp_size=8, ep_size=8)
+    moe = Moe(num_experts=128, num_experts_per_token=4, intermediate_size=32, routing="top_k_softmax")
+    config = work(ATTENTION, feed_forward=moe, mapping=mapping)._config
+    engine = EngineWork(config, has_drafter=False, exchange_costs=costs)
+    chosen = {}
+    for count in (1, 64, 1 << 17):
+        found = {(item.kind, item.rows, item.features) for item in engine.of(rows((count, 0))).exchanges}
+        chosen[count] = ("all_to_all", round(reached_fraction(moe, 8) * 8 * count), H) in found
+        assert (("all_gather", 8 * count, H) in found) == (not chosen[count]) or count == 1, "the head gathers 8 rows"
+        sizes = {"hidden_size": H, "itemsize": 4, "ep_size": 8}
+        assert chosen[count] == (count > 1 and sends_by_counts(moe, costs, num_rows=[count] * 8, **sizes))
+    assert chosen == {1: False, 64: False, 1 << 17: True}
+    uneven = {(item.kind, item.rows) for item in engine.of(rows((64, 0)), shared_tokens=64).exchanges}
+    assert {("all_gather", 8 * 64), ("all_reduce", 64)} <= uneven, "padded to the fullest, and summed over all"
 
 
 def test_every_pass_of_a_drafter_exchanges_its_rows(tmp_path: Path) -> None:
