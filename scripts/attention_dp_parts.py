@@ -1,9 +1,10 @@
-"""What ranks with requests of their own may divide, and what it costs: the table of docs/design/ranks.md.
+"""What ranks with requests of their own may divide, and what it costs: the tables of docs/design/ranks.md.
 
 PYTHONPATH=. python scripts/attention_dp_parts.py [GPU] [MAX_BATCH_SIZE]
 
 Kimi-K2.6 with its drafter (window 4,096) on eight GPUs, from the plan: memory, K/V tokens as a multiple of those of
-`--tp-size 8 --ep-size 8`, and the time of a rank's products and exchanges. Nothing is measured.
+`--tp-size 8 --ep-size 8`, and the time of a rank's products and exchanges. Then the two exchanges of experts for the
+targets of scripts/node_layouts.py, and a step whose requests' pages all ranks divide. Nothing is measured.
 """
 
 import math
@@ -17,13 +18,18 @@ from typing import Final
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.specs import PairSpecs, with_draft_window
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.expert_exchange import all_rows_s, by_counts_s, exchange_costs, reached_fraction
 from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.exchanges import Exchange, Kind
 from dflash_trt.plan.gpus import Gpu, gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import plan_engine
-from dflash_trt.plan.step_work import Product
-from scripts.published_shapes import write_shape
+from dflash_trt.plan.step_costs import clock_of
+from dflash_trt.plan.step_work import EngineWork, Product
+from scripts.node_layouts import TARGETS
+from scripts.published_shapes import write_config, write_shape
 
 _RANKS: Final = 8
 _K: Final = 7
@@ -179,16 +185,94 @@ def _rows(pair: PairSpecs, gpu: Gpu, max_batch_size: int) -> Iterator[str]:
     yield f"| attention in FP8, on both sides | {(copied + divided) / 2**30:.2f} | {ratio:.2f} | | | |"
 
 
+def _exchange_rows(gpu: Gpu, root: Path) -> Iterator[str]:
+    """Routed experts of a layer by the rule's costs, whether or not an MLP for every token needs all rows."""
+    costs = exchange_costs(gpu.capability)
+    for target, _ in TARGETS:
+        spec = read_pair(write_config(root, target), None).target
+        moe, row_bytes = max(spec.moes, key=lambda each: each.num_experts), 2 * spec.hidden_size
+        fraction = reached_fraction(moe, _RANKS)
+
+        def times(count: int, row_bytes: int = row_bytes, moe: Moe = moe, fraction: float = fraction) -> list[float]:
+            rows = [count] * _RANKS
+            counted = by_counts_s(costs, row_bytes, rows, fraction=fraction, logits_bytes=2 * moe.num_experts)
+            return [1e6 * all_rows_s(costs, row_bytes, rows), 1e6 * counted]
+
+        least = next(count for count in range(1, 1 << 16) if times(count)[1] < times(count)[0])
+        cells = [" -> ".join(f"{each:,.0f}" for each in times(count)) for count in (_K + 1, 1024, 4096)]
+        saved = sum(0 if each.shared_size is None else 6 * spec.hidden_size * each.shared_size for each in spec.moes)
+        whole = saved * (_RANKS - 1) / _RANKS / 2**30
+        runs = "all rows" if moe.shared is not None and not moe.has_own_norms else f"counts from {least:,} rows"
+        words = (target.partition("/")[2], f"{fraction:.2f}", f"{least:,}", *cells, f"{whole:.1f}", runs)
+        yield f"| {' | '.join(words)} |"
+
+
+def _context_rows(pair: PairSpecs, gpu: Gpu) -> Iterator[str]:
+    """Steps of tensor parallelism, whose ranks then divide the keys of a request and not its heads of latents.
+
+    Each layer gathers the queries of all heads, and exchanges their outputs and sums of exponents.
+    """
+    clock, mla = clock_of(gpu, None), pair.target.latents[0]
+
+    def work_of(*, attention_dp: bool) -> EngineWork:
+        sizes = {"tp_size": _RANKS, "ep_size": _RANKS, "max_seq_len": 262144, "max_num_tokens": _PROMPT_TOKENS}
+        config = BuildConfig(target="t", drafter="d", draft_window=_WINDOW, attention_dp=attention_dp, **sizes)
+        return EngineWork(plan_engine(config, pair, gpu).pretrained_config, has_drafter=True)
+
+    work, own = work_of(attention_dp=False), work_of(attention_dp=True)
+    for num_requests, context in ((1, 131072), (1, 250000), (5, 131072), (8, 131072), (5, 250000)):
+
+        def step(length: int, num_requests: int = num_requests) -> ComputedRows:
+            return ComputedRows.decode(num_requests=num_requests, context_len=length, num_draft_tokens=_K)
+
+        long, short = work.of(step(context)), work.of(step(1024))
+        own_s = clock.time(own.of(step(context, -(-num_requests // _RANKS)))).device_s
+        whole_s = clock.time(long).device_s
+        attention_s = whole_s - clock.time(short).device_s
+        rows = num_requests * (_K + 1)
+        asked = {"all_gather": mla.latent_dim + mla.rope_dim, "all_to_all": mla.latent_dim + 1}
+        more = tuple(
+            Exchange(
+                kind=kind,  # type: ignore[arg-type]
+                count=pair.target.num_layers,
+                rows=rows,
+                features=mla.num_heads * features,
+                num_bytes=pair.target.num_layers * rows * mla.num_heads * features * 2 * (_RANKS - 1) / _RANKS,
+            )
+            for kind, features in asked.items()
+        )
+        more_s = clock.time(replace(long, exchanges=(*long.exchanges, *more))).device_s - whole_s
+        left_s = whole_s - attention_s * (_RANKS - 1) / _RANKS
+        times = " | ".join(f"{1e3 * each:.1f}" for each in (whole_s, own_s, attention_s, more_s, left_s + more_s))
+        yield f"| {num_requests} x {context:,} | {times} | {whole_s / left_s:.2f} | {whole_s / (left_s + more_s):.2f} |"
+
+
+def _table(*columns: str) -> str:
+    return f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+
+
 def main() -> int:
     gpu = gpu_of(sys.argv[1] if len(sys.argv) > 1 else "h200")
     max_batch_size = int(sys.argv[2]) if len(sys.argv) > 2 else 16
     columns = ("divided among 8 ranks", "GiB less a rank", "K/V tokens of tp 8")
     columns += ("us at 1 request a rank", "at 16", "at 1,024 prompt tokens")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    print(_table(*columns))
     with tempfile.TemporaryDirectory() as directory:
         root, names = Path(directory), ("moonshotai/Kimi-K2.6", "z-lab/Kimi-K2.6-DFlash")
         pair = with_draft_window(read_pair(*(write_shape(root, name) for name in names)), _WINDOW)
         for line in _rows(pair, gpu, max_batch_size):
+            print(line, flush=True)
+        times = ("us a layer at 8 rows a rank", "at 1,024", "at 4,096")
+        shared = "GiB more a rank with MLPs for every token whole"
+        print("\n" + _table("target", "ranks reached", "counts cheaper from, rows a rank", *times, shared, "runs"))
+        for line in _exchange_rows(gpu, root):
+            print(line, flush=True)
+        parts = ("attention beyond 1,024", "two exchanges a layer", "step with pages divided")
+        print(
+            "\n"
+            + _table("requests", "step, ms", "with --attention-dp", *parts, "times as fast without exchanges", "with")
+        )
+        for line in _context_rows(pair, gpu):
             print(line, flush=True)
     return 0
 

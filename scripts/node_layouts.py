@@ -27,7 +27,7 @@ _LENGTHS: Final = Lengths(num_prompt_tokens=4096, num_output_tokens=1024)
 _SHORT_LENGTHS: Final = Lengths(num_prompt_tokens=1024, num_output_tokens=512)  # where attention beyond is sparse
 _MOST_DENSE_TOKENS: Final = 2048
 _NAMES: Final = ("tp8x1", "tp8ep8x1", "dp8ep8x1", "tp1x8")
-_PAIRS: Final = (
+TARGETS: Final = (
     ("moonshotai/Kimi-K2.6", "z-lab/Kimi-K2.6-DFlash"),
     ("deepseek-ai/DeepSeek-V3", None),
     ("zai-org/GLM-5-FP8", None),
@@ -72,7 +72,7 @@ def main() -> int:
     print(f"| target | 8 x | layout | K/V tokens | {' | '.join(goals)} |")
     print(f"|---|---|---|---{'|---' * len(_GOALS)}|")
     with tempfile.TemporaryDirectory() as directory:
-        for target, drafter in _PAIRS:
+        for target, drafter in TARGETS:
             for line in _rows(target, drafter, gpu, Path(directory)):
                 print(line, flush=True)
     return 0

@@ -3,16 +3,22 @@
 OMP_NUM_THREADS=1 PYTHONPATH=. python scripts/rank_waits.py
 
 Two ranks over gloo, a thread each, run a random target with experts. In turn rank 0 or rank 1 has most requests. Rank 0
-measures its steps and, within them, its exchanges; where it is the slowest, these are the exchange alone.
+measures its steps and, within them, its exchanges; where it is the slowest, these are the exchange alone. Then the
+collectives of few values and of many, and a head divided among the ranks against one that is whole on each.
 """
 
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
+
+import torch
 
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.compile.build import build_engine
@@ -26,6 +32,8 @@ from tests.factories import make_target
 _MANY: Final = 24
 _FEW: Final = 2
 _NUM_STEPS: Final = 60
+_NUM_CALLS: Final = 21
+_VOCAB_SIZE: Final = 16384
 _SIZES: Final[dict[str, Any]] = {
     "hidden_size": 512,
     "moe_intermediate_size": 512,
@@ -72,6 +80,52 @@ def measured(executor: Any, exchanges: Exchanges, counts: tuple[int, int]) -> tu
     return statistics.median(whole), statistics.median(waited)
 
 
+def _median_ms(run: Callable[[], object]) -> float:
+    run()
+    times = []
+    for _ in range(_NUM_CALLS):
+        began_s = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began_s))
+    return statistics.median(times)
+
+
+def _collectives(ranks: ProcessRanks, num_rows: int, width: int) -> str:
+    x, both, each = torch.randn(num_rows, width), torch.randn(2 * num_rows, width), [num_rows] * 2
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: ranks.all_gather_rows(x, each),
+        "sum": lambda: ranks.reduce_scatter_rows(both.clone(), each),
+        "send": lambda: ranks.all_to_all_by_counts(both, each, each),
+    }
+    times = ", ".join(f"{name} {_median_ms(call):.2f} ms" for name, call in calls.items())
+    return f"{num_rows} x {width} values of each rank: {times}"
+
+
+def _heads(ranks: ProcessRanks, num_rows: int) -> str:
+    hidden_size, each = int(_SIZES["hidden_size"]), [num_rows] * 2
+    x, head = torch.randn(num_rows, hidden_size), torch.randn(_VOCAB_SIZE, hidden_size)
+    part = head[: _VOCAB_SIZE // 2].clone()
+    whole_ms = _median_ms(lambda: x @ head.T)
+    divided_ms = _median_ms(lambda: ranks.all_to_all_rows(ranks.all_gather_rows(x, each) @ part.T, each))
+    return f"head of {num_rows} rows a rank: whole {whole_ms:.2f} ms, divided {divided_ms:.2f} ms"
+
+
+def _alone(rank: int, store: Path) -> list[str]:
+    """A rank's measurements outside an engine; the other one does the same."""
+    torch.set_num_threads(1)
+    ranks = ProcessRanks.join(store, rank=rank, num_ranks=2, device=torch.device("cpu"), timeout_s=300.0)
+    lines = [_collectives(ranks, 1, 8), _collectives(ranks, 512, 2048), _heads(ranks, 8), _heads(ranks, 64)]
+    ranks.smallest(0)
+    ranks.close()
+    return lines
+
+
+def print_alone(directory: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        first, _ = pool.map(_alone, range(2), [directory / "store"] * 2)
+    print("\n".join(first))
+
+
 def main() -> int:
     exchanges = Exchanges()
     with tempfile.TemporaryDirectory() as directory:
@@ -94,6 +148,7 @@ def main() -> int:
                     print(f"{counts[0]:2d} and {counts[1]:2d} requests: {whole:6.2f} ms, exchanges {waited:5.2f} ms")
             finally:
                 executor.close()
+        print_alone(root)
     return 0
 
 
