@@ -31,7 +31,7 @@ _NVLINK_4: Final = ExchangeCosts(
 _NVLINK_5: Final = ExchangeCosts(
     gather_s=17e-6, sum_s=17e-6, send_s=12e-6, host_s=60e-6, bytes_per_s=610e9, has_graphs=True
 )
-# Of gloo between two processes of one machine: scripts/rank_waits.py.
+# Of gloo between two processes of one machine with two cores; scripts/rank_waits.py measures it anew.
 _GLOO: Final = ExchangeCosts(
     gather_s=0.6e-3, sum_s=0.9e-3, send_s=0.35e-3, host_s=0.15e-3, bytes_per_s=300e6, has_graphs=False
 )
