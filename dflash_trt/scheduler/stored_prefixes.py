@@ -56,6 +56,10 @@ class StoredPrefixes:
         return self._store.page_size
 
     @property
+    def publishes_all(self) -> bool:
+        return self._host.publishes_all
+
+    @property
     def num_places(self) -> int:
         """For pages."""
         return self._host.num_pages

@@ -214,6 +214,22 @@ class EngineLoop:
             transfers = self._transfers
             return transfers is None or transfers.has_saved(keys) or transfers.is_idle
 
+    def read_early(self, token_ids: Sequence[int], keys: Sequence[bytes], *, salt: str) -> bool:
+        """Read what a store has of a prompt whose request is to come; True if the engine has all of it.
+
+        `keys` are of `prefix_keys`. In any thread. Call it again for blocks that come to the store later.
+        """
+        transfers = self._transfers
+        if transfers is None:
+            return True
+        with self._lock:
+            key = transfers.missing(token_ids, keys, salt=salt)
+        if key is not None and transfers.has_found(key):
+            with self._lock:
+                transfers.read_early(token_ids, keys, salt=salt)
+                self._changed.notify_all()
+        return key is None
+
     def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:
         """Tell `watcher` of every page that the prefix cache stores or evicts, until it is None again."""
         with self._lock:

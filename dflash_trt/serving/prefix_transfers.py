@@ -24,7 +24,7 @@ from dflash_trt.scheduler.stored_prefixes import Block, StoredPrefixes, Transfer
 _NUM_FINDERS: Final = 2  # threads that look for the blocks of a request
 _MAX_COPIERS: Final = 8  # threads that read blocks at most, and that write them
 _CORES_PER_COPIER: Final = 4
-_NICENESS: Final = 10  # of those that write: they have the time that is left
+_NICENESS: Final = 10  # of those that write: they have the time that is left, unless others wait for all
 _PART_OF_PLACES: Final = 4  # at most this part of the places is being saved
 _WEIGHT: Final = 0.2  # of the newest rate in an average
 _HOPE: Final = 1.1  # a store that was too slow is tried again after some requests
@@ -58,10 +58,12 @@ class PrefixStore(Protocol):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Load:
-    """A request that is set aside, and the blocks that it waits for."""
+    """Blocks of a prompt, and the request that is set aside for them; None if it is still to come."""
 
-    request: Request
-    keys: list[bytes] = field(default_factory=list)  # of its prompt
+    token_ids: Sequence[int]
+    salt: str
+    request_id: str | None = None
+    keys: list[bytes] = field(default_factory=list)  # of the prompt
     transfers: list[Transfer] = field(default_factory=list)
     num_bytes: int = 0
     era: int = 0
@@ -92,19 +94,20 @@ class PrefixTransfers:
         copiers = min(_MAX_COPIERS, available_cores() // _CORES_PER_COPIER)
         self._finders = ThreadPoolExecutor(_NUM_FINDERS, thread_name_prefix="dflash-prefixes")
         self._readers = ThreadPoolExecutor(max(2, copiers), thread_name_prefix="dflash-prefixes-in")
-        name = "dflash-prefixes-out"
-        self._writers = ThreadPoolExecutor(max(1, copiers), thread_name_prefix=name, initializer=_give_way)
+        name, give_way = "dflash-prefixes-out", None if prefixes.publishes_all else _give_way
+        self._writers = ThreadPoolExecutor(max(1, copiers), thread_name_prefix=name, initializer=give_way)
         self._done: deque[Callable[[], None]] = deque()
         self._loads: list[_Load] = []  # that read
         self._num_aside = 0
+        self._early: set[bytes] = set()  # last keys of prompts that are read before their requests come
         self._num_saving = 0
         self._era = 0  # of the executor
         self._read_rate: float | None = None  # bytes per second
 
     @property
     def is_waited_for(self) -> bool:
-        """A request is set aside."""
-        return self._num_aside > 0
+        """A request is set aside, or a prompt is read for one that comes later."""
+        return bool(self._num_aside or self._early)
 
     @property
     def has_news(self) -> bool:
@@ -126,10 +129,26 @@ class PrefixTransfers:
 
     def begin(self, request: Request) -> None:
         """Set a request aside that was queued just now, if the store may have more of its prompt than the engine."""
-        if request.sampling.prompt_logprobs is None and self._is_incomplete(request):
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        if request.sampling.prompt_logprobs is None and self._is_incomplete(tokens, salt):
             self._num_aside += 1
             self._scheduler.set_aside(request.request_id)
-            self._look(_Load(request=request))
+            self._look(_Load(token_ids=tokens, salt=salt, request_id=request.request_id))
+
+    def missing(self, token_ids: Sequence[int], keys: Sequence[bytes], *, salt: str) -> bytes | None:
+        """The key of the first block of a prompt that the engine does not have; `keys` are of `keys`."""
+        num_known = self._prefixes.num_known(token_ids, salt=salt)
+        return keys[num_known] if num_known < len(keys) else None
+
+    def has_found(self, key: bytes) -> bool:
+        """The store has the block now. In any thread, without the lock."""
+        return bool(self._store.find(key))
+
+    def read_early(self, token_ids: Sequence[int], keys: Sequence[bytes], *, salt: str) -> None:
+        """Begin to read what the store has of a prompt whose request is to come, unless that has begun."""
+        if keys[-1] not in self._early:
+            self._early.add(keys[-1])
+            self._look(_Load(token_ids=token_ids, salt=salt, keys=list(keys)))
 
     def advance(self) -> None:
         """Do what follows transfers that have ended, and begin to save what has come to the host's tier."""
@@ -170,13 +189,12 @@ class PrefixTransfers:
 
     # From the store
 
-    def _is_incomplete(self, request: Request) -> bool:
-        tokens, salt = request.prompt_token_ids, request.cache_salt
-        return self._prefixes.num_known(tokens, salt=salt) < self._prefixes.num_blocks(tokens)
+    def _is_incomplete(self, token_ids: Sequence[int], salt: str) -> bool:
+        return self._prefixes.num_known(token_ids, salt=salt) < self._prefixes.num_blocks(token_ids)
 
     def _look(self, load: _Load) -> None:
         """Ask the store for the blocks of a prompt that the engine does not have."""
-        tokens, salt = load.request.prompt_token_ids, load.request.cache_salt
+        tokens, salt = load.token_ids, load.salt
         start = self._prefixes.num_known(tokens, salt=salt)
 
         def find() -> list[list[Block]]:
@@ -191,8 +209,7 @@ class PrefixTransfers:
         if other is not None:
             other.followers.append(load)
             return
-        tokens, salt = load.request.prompt_token_ids, load.request.cache_salt
-        load.transfers = self._prefixes.begin_loading(tokens, found, start=start, salt=salt)
+        load.transfers = self._prefixes.begin_loading(load.token_ids, found, start=start, salt=load.salt)
         parts = {transfer: self._place_bytes(transfer.place, transfer.block.is_state) for transfer in load.transfers}
         load.num_bytes, load.era = sum(len(part) for each in parts.values() for part in each), self._era
         if not load.transfers or not self._is_faster(load):
@@ -211,9 +228,9 @@ class PrefixTransfers:
         self._start(self._finders, read, lambda outcome: self._loaded(load, *(outcome or (frozenset(), None))))
 
     def _is_faster(self, load: _Load) -> bool:
-        """Whether reading takes less time than computing; what is not known yet is tried."""
+        """Whether reading takes less time than computing; what is not known yet is tried, and nobody waits early."""
         prompt_rate, num_pages = self._scheduler.prompt_rate, sum(not t.block.is_state for t in load.transfers)
-        if prompt_rate is None or self._read_rate is None:
+        if load.request_id is None or prompt_rate is None or self._read_rate is None:
             return True
         is_faster = load.num_bytes / self._read_rate < num_pages * self._prefixes.page_size / prompt_rate
         if not is_faster:
@@ -222,20 +239,22 @@ class PrefixTransfers:
 
     def _loaded(self, load: _Load, come: frozenset[Transfer], seconds: float | None) -> None:
         self._loads.remove(load)
-        if seconds and len(come) == len(load.transfers):
+        if seconds and len(come) == len(load.transfers) and load.request_id is not None:
             rate = load.num_bytes / seconds
             self._read_rate = rate if self._read_rate is None else self._read_rate + _WEIGHT * (rate - self._read_rate)
         self._finish(load, come)
 
     def _finish(self, load: _Load, come: frozenset[Transfer]) -> None:
         """Cache what has come, and let the request take its turn; its followers look again."""
-        request = load.request
         if load.era == self._era:
             self._prefixes.end_loading(
-                request.prompt_token_ids, load.keys, load.transfers, salt=request.cache_salt, has_come=come.__contains__
+                load.token_ids, load.keys, load.transfers, salt=load.salt, has_come=come.__contains__
             )
-        self._num_aside -= 1
-        self._scheduler.take_up(request.request_id)
+        if load.request_id is None:
+            self._early.discard(load.keys[-1])
+        else:
+            self._num_aside -= 1
+            self._scheduler.take_up(load.request_id)
         for follower in load.followers:
             self._look(follower)
 
@@ -299,6 +318,16 @@ class TransfersOfRanks:
         for scheduler, transfers in zip(self._schedulers, self._ranks, strict=True):
             if request.request_id in scheduler:
                 transfers.begin(request)
+
+    def missing(self, token_ids: Sequence[int], keys: Sequence[bytes], *, salt: str) -> bytes | None:
+        """The last block's key, for the rank is known once the request waits on it."""
+        return keys[-1] if keys else None
+
+    def has_found(self, key: bytes) -> bool:
+        return False
+
+    def read_early(self, token_ids: Sequence[int], keys: Sequence[bytes], *, salt: str) -> None:
+        raise AssertionError("nothing is read early on ranks")
 
     def advance(self) -> None:
         for transfers in self._ranks:

@@ -48,6 +48,11 @@ class Served:
         assert self.store is not None and self.loop._transfers is not None
         return all(map(self.store.find, self.loop._transfers._prefixes.keys(prompt, salt="")))
 
+    def read_early(self, prompt: list[int]) -> bool:
+        """Before its request comes; True once all of it is there."""
+        keys = self.loop.prefix_keys(prompt, salt="")
+        return self.loop.read_early(prompt, keys, salt="") or (self.loop.step() and False)
+
     def settle(self) -> None:
         """Until nothing is on its way to the directory."""
         self.loop.close()
@@ -106,13 +111,18 @@ def test_another_engine_begins_where_the_first_one_was(name: str, tmp_path: Path
 def check_hand_over(
     open_executor: Callable[[], AnyExecutor], root: Path, *, talks: Sequence[list[int]] = TALKS
 ) -> None:
-    """One engine computes prompts and gives one token each; another goes on, and computes no block of them again."""
+    """One engine computes prompts and gives one token each; another goes on, and computes no block of them again.
+
+    It reads them when the request comes, or earlier.
+    """
     prefill = Served(open_executor(), root / "store", publishes_all=True)
     decode = Served(open_executor(), root / "store")
     alone = Served(open_executor(), None)
     for index, talk in enumerate(talks):
         prefill.text(index, talk, num_new=1)
         until(partial(prefill.has_kept, talk))
+        if index % 2:
+            until(partial(decode.read_early, talk))
         alone.text(index, talk, num_new=1)
         found, expected = decode.text(index, talk), alone.text(index, talk)
         assert contents([found]) == contents([expected]) and found.logprobs == expected.logprobs

@@ -132,6 +132,30 @@ def test_a_request_that_is_cancelled_leaves_what_was_read_to_others(engine: Engi
     assert store.reading == 7
 
 
+def test_blocks_are_read_as_they_come_before_their_request_does(engine: Engine, store: GatedDirectory) -> None:
+    """Each once. A request that comes meanwhile waits for what is being read."""
+    keys = engine.loop.prefix_keys(TALKS[0], salt="")
+    paths = [store._path(key, is_state=False) for key in keys]
+    for path in paths[3:]:
+        path.rename(path.with_suffix(".later"))
+
+    def read() -> bool:
+        return engine.loop.read_early(TALKS[0], keys, salt="")
+
+    store.gate.set()
+    assert not read()
+    until(lambda: engine.loop.statistics().scheduler.num_loaded_blocks == 3)  # type: ignore[union-attr]
+    assert not read() and store.reading == 3
+    store.gate.clear()
+    for path in paths[3:]:
+        path.with_suffix(".later").rename(path)
+    until(lambda: not read() and store.reading > 3)
+    waiting = engine.submit("waiting", TALKS[0])
+    store.gate.set()
+    assert hits(waiting) == 28 and read()
+    assert store.reading == 7
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_store_that_fails_costs_a_hit_and_no_request(engine: Engine, store: GatedDirectory, fails: bool) -> None:
     store.fails = fails

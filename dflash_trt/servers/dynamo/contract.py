@@ -26,9 +26,10 @@ from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.dynamo.metrics import registry_of
 from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
+from dflash_trt.servers.dynamo.rooms import port_of
 from dflash_trt.servers.dynamo.service import EngineService, RegisteredLimits, open_service
 from dflash_trt.servers.dynamo.settings import WorkerSettings, has_chat_template, shared_card
-from dflash_trt.servers.dynamo.worker_address import worker_environment
+from dflash_trt.servers.dynamo.worker_address import own_address, worker_environment
 
 if TYPE_CHECKING:
     from dynamo._core import Context
@@ -75,6 +76,7 @@ class DynamoEngine(LLMEngine):
         self._settings = settings
         self._card = card
         self._snapshots: Any = None
+        self._rooms: asyncio.Server | None = None
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoEngine, WorkerConfig]:
@@ -84,6 +86,8 @@ class DynamoEngine(LLMEngine):
         if self._settings.id_file is not None:
             self._settings.id_file.write_text(f"{worker_id:x}")
         self._events.start(self._tick)
+        host = self._settings.host or own_address() if self._settings.role == "prefill" else None
+        self._rooms = None if host is None else await self._service.listen(host)
         return EngineConfig(
             model=str(self._card),
             served_model_name=self._settings.model_name,
@@ -93,6 +97,8 @@ class DynamoEngine(LLMEngine):
                 total_kv_blocks=self._limits.num_pages,
                 max_num_seqs=self._limits.max_batch_size,
                 max_num_batched_tokens=self._limits.max_num_tokens,
+                bootstrap_host=host,
+                bootstrap_port=None if self._rooms is None else port_of(self._rooms),
             ),
         )
 
@@ -110,6 +116,8 @@ class DynamoEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._events.close()
+        if self._rooms is not None:
+            self._rooms.close()
         await asyncio.to_thread(self._service.close)
 
     async def is_quiescent(self) -> bool | None:

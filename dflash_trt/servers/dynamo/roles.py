@@ -1,20 +1,22 @@
 """Workers that compute prompts, and workers that go on with them: Dynamo's disaggregated serving.
 
 Both open the same engine with the same directory of prefix blocks. The front end sends a request to a prefill worker
-first, which computes the prompt, writes its blocks, target's and drafter's, and gives one token that nobody reads. Then
-the request goes to a decode worker, which finds all blocks but the last tokens', so it drafts as if it had computed
-them. A block that is missing there, for whatever reason, is computed: so are prompts too short for a prefill worker,
-which passes them on at once. (The front end's own rule for short prompts never spares one of which nothing is cached.)
+and at once to a decode worker, too. The first computes the prompt, writes the blocks of every chunk, target's and
+drafter's, and gives one token that nobody reads. The other reads blocks as they come, until its connection to the first
+(`rooms.py`) ends, and starts the request: all blocks but the last tokens' are there, so it drafts as if it had computed
+them. A block that is missing, for whatever reason, is computed: so are prompts too short for a prefill worker, which
+passes them on at once. (The front end's own rule for short prompts never spares one of which nothing is cached.)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from dflash_trt.core.errors import ConfigError, RequestError
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.servers.dynamo.rooms import Rooms, visiting
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -24,8 +26,8 @@ Role = Literal["both", "prefill", "decode"]
 
 DEFAULT_MIN_TOKENS: Final = 512
 _POLL_S: Final = 0.002
-_RESULT: Final = "prefill_result"
-_PARAMETERS: Final = "disaggregated_params"
+_LOOK_S: Final = 0.02  # for blocks that have come
+_ROOM: Final = "bootstrap_info"
 
 
 def runtime_of(role: Role, runtime: RuntimeConfig) -> RuntimeConfig:
@@ -42,13 +44,21 @@ def runtime_of(role: Role, runtime: RuntimeConfig) -> RuntimeConfig:
     return runtime.replaced(publish_prompts=runtime.publish_prompts or role == "prefill")
 
 
-@dataclass(frozen=True, slots=True)
 class HandOver:
     """A worker's part of it. Prompts of fewer than `min_tokens` are not computed by a prefill worker."""
 
-    role: Role
-    engine: LocalEngine
-    min_tokens: int = 0
+    def __init__(self, role: Role, engine: LocalEngine, min_tokens: int = 0) -> None:
+        self.role, self.engine, self.min_tokens = role, engine, min_tokens
+        self.rooms = Rooms(engine.prefix_root) if role == "prefill" else None
+
+    @contextmanager
+    def computing(self, request: Mapping[str, Any], cancel: Callable[[], None]) -> Iterator[None]:
+        """A prefill worker's block that computes a prompt and writes it: `cancel` ends it if nobody waits any more."""
+        if self.rooms is None or request.get(_ROOM) is None:
+            yield
+            return
+        with self.rooms.computing(request[_ROOM]["bootstrap_room"], cancel):
+            yield
 
     def passed_on(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The whole answer of a prefill worker that leaves a prompt to the decode worker.
@@ -61,31 +71,42 @@ class HandOver:
         return {"token_ids": [0], "index": 0, "finish_reason": "length", **self._given()}
 
     def taken(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The request that this worker runs.
+        """The request that this worker runs."""
+        runs = {name: value for name, value in request.items() if name != _ROOM}
+        return runs | {"stop_conditions": {"max_tokens": 1, "ignore_eos": True}} if self.role == "prefill" else runs
+
+    async def read(
+        self, request: Mapping[str, Any], prompt_token_ids: Sequence[int], *, salt: str, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Read the blocks of a prompt as a prefill worker writes them, until all are there, or no more come.
 
         Raises:
-            RequestError: a prefill worker of another engine, or with other settings, has computed the prompt.
+            RequestError: the prefill worker has refused the prompt, or is one of another engine or with other settings.
         """
-        if self.role == "prefill":
-            return {**request, "stop_conditions": {"max_tokens": 1, "ignore_eos": True}}
-        given = (request.get(_RESULT) or {}).get(_PARAMETERS) or {}
-        if given and given.get("engine") != self.engine.prefix_root:
-            raise RequestError.about(
-                "prefill worker",
-                expected=f"one with the engine and settings of this one, {self.engine.prefix_root}",
-                found=str(given.get("engine")),
-                hint="Start prefill and decode workers with the same engine, device and drafter options.",
-            )
-        return {name: value for name, value in request.items() if name != _RESULT}
+        if self.role != "decode" or request.get(_ROOM) is None:
+            return
+        keys = await asyncio.to_thread(self.engine.prefix_keys, prompt_token_ids, salt=salt)
+        async with visiting(request[_ROOM], self.engine.prefix_root) as ended:
+            while not ended.done() and not is_stopped():
+                if await asyncio.to_thread(self.engine.read_early, prompt_token_ids, keys, salt=salt):
+                    return
+                await asyncio.wait({ended}, timeout=_LOOK_S)
+            if ended.done():
+                ended.result()
 
-    async def given(self, prompt_token_ids: Sequence[int], *, salt: str) -> dict[str, Any]:
-        """Wait until the blocks of a prompt are written, or will not be; fields of the last item for the front end."""
+    async def given(self, prompt_token_ids: Sequence[int], *, salt: str, reason: str) -> dict[str, Any]:
+        """Wait until the blocks of a prompt are written, or will not be; fields of the last item for the front end.
+
+        `reason` is the item's finish_reason. The front end takes "cancelled" for the end of the decode worker's
+        request, too, which has only left the room.
+        """
         if self.role != "prefill":
             return {}
         keys = await asyncio.to_thread(self.engine.prefix_keys, prompt_token_ids, salt=salt)
         while not self.engine.has_kept(keys):
             await asyncio.sleep(_POLL_S)
-        return self._given()
+        return {"finish_reason": "length" if reason == "cancelled" else reason, **self._given()}
 
     def _given(self) -> dict[str, Any]:
-        return {_PARAMETERS: {"engine": self.engine.prefix_root}}
+        """Dynamo wants some, though the room has told the decode worker all."""
+        return {"disaggregated_params": {"engine": self.engine.prefix_root}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,14 +65,27 @@ class EngineService:
             RequestError: the request is refused.
             RuntimeError: it failed.
         """
+        hand_over, passed_on = self._hand_over, None
+        with nullcontext() if hand_over is None else hand_over.computing(request, lambda: self.abort(request_id)):
+            if hand_over is not None:
+                passed_on = hand_over.passed_on(request)
+            if passed_on is None:
+                async with aclosing(self._generate(request, request_id, is_stopped)) as items:
+                    async for item in items:
+                        yield item
+        if passed_on is not None:
+            yield passed_on
+
+    async def _generate(
+        self, request: Mapping[str, Any], request_id: str, is_stopped: Callable[[], bool]
+    ) -> AsyncGenerator[dict[str, Any]]:
         limits, codec, hand_over = self._generator.limits, self._generator.codec, self._hand_over
+        own_request = request if hand_over is None else hand_over.taken(request)
+        order = read_request(own_request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
         if hand_over is not None:
-            passed_on = hand_over.passed_on(request)
-            if passed_on is not None:
-                yield passed_on
+            await hand_over.read(request, order.prompt_token_ids, salt=order.cache_salt, is_stopped=is_stopped)
+            if is_stopped():
                 return
-            request = hand_over.taken(request)
-        order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
         stream = await self._submit(order)
         self._streams[request_id] = stream
         to_response = partial(
@@ -87,7 +101,8 @@ class EngineService:
                     if codec is not None:
                         tell_texts(item.get("engine_data", {}), order.prompt_token_ids, codec)
                     if hand_over is not None and "finish_reason" in item:
-                        item |= await hand_over.given(order.prompt_token_ids, salt=order.cache_salt)
+                        reason = item["finish_reason"]
+                        item |= await hand_over.given(order.prompt_token_ids, salt=order.cache_salt, reason=reason)
                     yield item
                 if is_stopped():
                     return
@@ -129,6 +144,11 @@ class EngineService:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.cancel()
+
+    async def listen(self, host: str) -> asyncio.Server | None:
+        """Let decode workers wait for prompts of a prefill worker; None of other workers."""
+        rooms = None if self._hand_over is None else self._hand_over.rooms
+        return None if rooms is None else await rooms.listen(host)
 
     def close(self) -> None:
         self._generator.close()

@@ -6,6 +6,7 @@ its front end would not find it there. In Kubernetes the address is the pod's, w
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from ipaddress import AddressValueError, IPv4Address
@@ -47,6 +48,11 @@ def host_of_worker(settings: WorkerSettings, environment: Mapping[str, str]) -> 
             hint="Pass --event-plane nats, or --host with an address of the network.",
         )
     return host
+
+
+def own_address() -> str:
+    """The address of a worker for which none was named: Dynamo's variable, or the one that the host's name has."""
+    return os.environ.get(_HOST) or socket.gethostbyname(socket.gethostname())
 
 
 def notices(settings: WorkerSettings, environment: Mapping[str, str]) -> list[str]:

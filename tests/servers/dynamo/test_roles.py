@@ -2,23 +2,28 @@
 
 import asyncio
 import os
+import random
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from dflash_trt import SamplingParams
-from dflash_trt.core.errors import ConfigError, RequestError
+from dflash_trt.core.errors import ConfigError, QueueFullError, RequestError
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.servers.dynamo.roles import HandOver, runtime_of
+from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
+from dflash_trt.servers.dynamo.rooms import port_of
 from dflash_trt.serving.llm import LLM
 from scripts import prefill_apart
 from tests.servers.dynamo.serving import Server, free_ports, serving
 
 PREFILL, DECODE = 0, 1
+RUNNING = "dflash_trt:requests_running"
 LOADED, SAVED = (f"dflash_trt:{name}_blocks_total" for name in ("loaded", "saved"))
 
 
@@ -75,15 +80,40 @@ def test_both_ways_are_measured(demo: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def _kill_and_go_on(server: Server, offline: LLM) -> None:
-    """Both workers in turn: requests fail meanwhile or are served, and the same texts come afterwards."""
+    """Both workers in turn, while a prompt is on its way: it fails by name, and the same texts come afterwards.
+
+    A client that leaves then is like them: nothing runs any more, and no page is in use.
+    """
     prompt = prompt_of(offline, "killed")
     expected = answer(server, prompt, temperature=0)[0]
     for role in (PREFILL, DECODE):
         port = server.port + 1 + role
         (victim,) = [process for process in server.workers() if port in {place.port for place in _listening(process)}]
-        os.kill(victim.pid, signal.SIGKILL)
+        with ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(server.post, "completions", prompt=_long_prompt(role), max_tokens=2)
+            server.wait_until(lambda: server.metric(RUNNING, PREFILL))
+            os.kill(victim.pid, signal.SIGKILL)
+            assert reply.result().status_code == 503 and reply.result().json()["error"]["message"]
         server.wait_until(lambda: server.answers() == 200)
         assert answer(server, prompt, temperature=0)[0] == expected
+        server.wait_until(partial(_is_idle, server), timeout_s=10)
+    with ThreadPoolExecutor(1) as thread:
+        client = httpx.Client()
+        body = {"model": "demo", "prompt": _long_prompt(2), "max_tokens": 2, "stream": True}
+        thread.submit(client.post, f"{server.url}/v1/completions", json=body, timeout=1.0)
+        server.wait_until(lambda: server.metric(RUNNING, PREFILL))
+    server.wait_until(partial(_is_idle, server), timeout_s=30)
+    assert answer(server, prompt, temperature=0)[0] == expected
+
+
+def _long_prompt(seed: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(3, 500) for _ in range(1900)]
+
+
+def _is_idle(server: Server) -> bool:
+    names = (RUNNING, "dflash_trt:requests_waiting", "dflash_trt:pages_in_use")
+    return not any(server.metric(name, role) for name in names for role in (PREFILL, DECODE))
 
 
 def _listening(process: Any) -> list[Any]:
@@ -98,8 +128,8 @@ class Engine:
 
     prefix_root = "ours"
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, *, num_looks: int = 3) -> None:
+        self.asked, self.num_looks = 0, num_looks
 
     def prefix_keys(self, token_ids: list[int], *, salt: str) -> list[bytes]:
         assert (token_ids, salt) == ([1, 2, 3], "s")
@@ -108,37 +138,165 @@ class Engine:
     def has_kept(self, keys: list[bytes]) -> bool:
         assert keys == [b"key"]
         self.asked += 1
-        return self.asked == 3
+        return self.asked == self.num_looks
+
+    def read_early(self, token_ids: list[int], keys: list[bytes], *, salt: str) -> bool:
+        assert (token_ids, salt) == ([1, 2, 3], "s")
+        return self.has_kept(keys)
+
+
+def hand_over(role: Role, *, engine: str = "ours", num_looks: int = 3, min_tokens: int = 0) -> HandOver:
+    given: Any = Engine(num_looks=num_looks)
+    given.prefix_root = engine
+    return HandOver(role, given, min_tokens)
 
 
 def test_a_prefill_worker_gives_one_token_once_the_prompt_is_written() -> None:
-    engine: Any = Engine()
-    hand_over = HandOver("prefill", engine)
+    worker = hand_over("prefill")
     request = {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 90, "min_tokens": 5}, "priority": 1}
-    assert hand_over.taken(request) == request | {"stop_conditions": {"max_tokens": 1, "ignore_eos": True}}
-    given = asyncio.run(hand_over.given([1, 2, 3], salt="s"))
-    assert given == {"disaggregated_params": {"engine": "ours"}} and engine.asked == 3
+    taken = request | {"stop_conditions": {"max_tokens": 1, "ignore_eos": True}}
+    assert worker.taken(request | {"bootstrap_info": {}}) == taken
+    given = asyncio.run(worker.given([1, 2, 3], salt="s", reason="cancelled"))
+    assert given == {"finish_reason": "length", "disaggregated_params": {"engine": "ours"}}
+    assert worker.engine.asked == 3  # type: ignore[attr-defined]
 
 
 def test_a_prefill_worker_passes_short_prompts_on() -> None:
     """It asks its engine for nothing."""
     short, at_limit = {"token_ids": [1, 2]}, {"token_ids": [1, 2, 3]}
-    hand_over = HandOver("prefill", SimpleNamespace(prefix_root="ours"), 3)  # type: ignore[arg-type]
-    given = hand_over.passed_on(short)
+    worker = hand_over("prefill", min_tokens=3)
+    given = worker.passed_on(short)
     assert given is not None and (given["finish_reason"], len(given["token_ids"])) == ("length", 1)
-    assert given["disaggregated_params"] == {"engine": "ours"} and hand_over.passed_on(at_limit) is None
-    assert hand_over.passed_on(at_limit | {"output_options": {"logprobs": 1}}) is None
-    assert hand_over.passed_on(at_limit | {"output_options": {"prompt_logprobs": 0}}) == given
-    assert HandOver("decode", SimpleNamespace(), 3).passed_on(short) is None  # type: ignore[arg-type]
+    assert given["disaggregated_params"] == {"engine": "ours"} and worker.passed_on(at_limit) is None
+    assert worker.passed_on(at_limit | {"output_options": {"logprobs": 1}}) is None
+    assert worker.passed_on(at_limit | {"output_options": {"prompt_logprobs": 0}}) == given
+    assert hand_over("decode", min_tokens=3).passed_on(short) is None
+
+
+# Rooms: connections between the two
+
+
+class Room:
+    """Number 7 of a prefill worker, and a decode worker that reads its prompt; both in the test's event loop."""
+
+    def __init__(self, *, engine: str = "ours", num_looks: int = 10**9) -> None:
+        self.prefill = hand_over("prefill")
+        self.decode = hand_over("decode", engine=engine, num_looks=num_looks)
+        self.is_stopped = False
+        self.num_cancelled = 0
+        self.request: dict[str, Any] = {}
+
+    async def __aenter__(self) -> "Room":
+        assert self.prefill.rooms is not None
+        self.server = await self.prefill.rooms.listen("127.0.0.1")
+        info = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port_of(self.server), "bootstrap_room": 7}
+        self.request = {"token_ids": [1, 2, 3], "bootstrap_info": info}
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        self.server.close()
+        await asyncio.sleep(0.02)  # for connections that close
+
+    def computing(self) -> Any:
+        return self.prefill.computing(self.request, self._cancel)
+
+    def reading(self) -> asyncio.Task[None]:
+        reading = self.decode.read(self.request, [1, 2, 3], salt="s", is_stopped=lambda: self.is_stopped)
+        return asyncio.ensure_future(reading)
+
+    async def until(self, condition: Any) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("it has not come")
+
+    def _cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+def test_a_decode_worker_reads_until_the_prefill_worker_has_written_all() -> None:
+    """Also one that comes before the front end's request to the prefill worker, and one that comes afterwards."""
+
+    async def run() -> None:
+        async with Room() as room:
+            early = room.reading()
+            await room.until(lambda: room.decode.engine.asked > 2)  # type: ignore[attr-defined]
+            with room.computing():
+                await asyncio.sleep(0.1)
+                assert not early.done()
+            await asyncio.wait_for(early, 5)
+            await asyncio.wait_for(room.reading(), 1)
+            assert room.num_cancelled == 0
+
+    asyncio.run(run())
+
+
+def test_whoever_leaves_a_room_ends_what_the_other_does_for_it() -> None:
+    """All blocks are there, or the client has left: the prompt is computed no further."""
+
+    async def run(*, has_all: bool) -> None:
+        async with Room(num_looks=3 if has_all else 10**9) as room:
+            with room.computing():
+                reading = room.reading()
+                await room.until(lambda: room.decode.engine.asked > 2)  # type: ignore[attr-defined]
+                room.is_stopped = not has_all
+                await asyncio.wait_for(reading, 5)
+                await room.until(lambda: room.num_cancelled)
+            assert room.num_cancelled == 1
+
+    for has_all in (True, False):
+        asyncio.run(run(has_all=has_all))
+
+
+def test_a_decode_worker_goes_on_alone_without_the_prefill_worker() -> None:
+    """Nobody listens, or the connection breaks in the middle of a line."""
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)
+        writer.write(b'{"engine": "ours"}\n{"err')
+        writer.close()
+
+    async def run() -> None:
+        async with Room() as room:
+            server = await asyncio.start_server(cut, "127.0.0.1", 0)
+            room.request["bootstrap_info"]["bootstrap_port"] = port_of(server)
+            await asyncio.wait_for(room.reading(), 5)
+            server.close()
+            await asyncio.wait_for(room.reading(), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [QueueFullError, RequestError])
+def test_what_a_prefill_worker_refuses_is_refused_by_name(kind: type[RequestError]) -> None:
+    """So a decode worker computes no prompts for which the prefill workers' queues are full."""
+
+    async def run() -> None:
+        async with Room() as room:
+            reading = room.reading()
+            with pytest.raises(kind), room.computing():
+                raise kind("64 wait")
+            with pytest.raises(RequestError, match="64 wait") as found:
+                await asyncio.wait_for(reading, 5)
+            assert type(found.value) is kind
+
+    asyncio.run(run())
 
 
 def test_a_decode_worker_takes_prompts_of_its_own_engine_alone() -> None:
-    hand_over = HandOver("decode", SimpleNamespace(prefix_root="ours"))  # type: ignore[arg-type]
-    for result in ({}, {"prefill_result": None}, {"prefill_result": {"disaggregated_params": {"engine": "ours"}}}):
-        assert hand_over.taken({"token_ids": [1], **result}) == {"token_ids": [1]}
-    with pytest.raises(RequestError, match=r"prefill worker: expected one with the engine and .* ours, found theirs"):
-        hand_over.taken({"prefill_result": {"disaggregated_params": {"engine": "theirs"}}})
-    assert asyncio.run(hand_over.given([1], salt="")) == {}
+    async def run() -> None:
+        expected = r"prefill worker: expected one with the engine and .* theirs, found ours"
+        async with Room(engine="theirs") as room:
+            with room.computing():
+                reading = room.reading()
+            with pytest.raises(RequestError, match=expected):
+                await asyncio.wait_for(reading, 5)
+
+    asyncio.run(run())
+    worker = hand_over("decode")
+    assert worker.taken({"token_ids": [1], "bootstrap_info": {}}) == {"token_ids": [1]}
+    assert asyncio.run(worker.given([1], salt="", reason="stop")) == {}
 
 
 def test_a_role_needs_the_directory_that_both_share() -> None:
