@@ -157,7 +157,7 @@ def read() -> list[Series]:
 
 
 @cache
-def _plan(
+def planned(
     target: str, drafter: str | None, quantization: str | None, gpu: str, tp_size: int, ep_size: int
 ) -> EnginePlan:
     with tempfile.TemporaryDirectory() as root:
@@ -184,7 +184,7 @@ def _tables(gpu: str) -> KernelTables:
 def _layout(series: Series, drafts: int, length: float, others: dict[str, float]) -> Layout:
     gpu = gpu_of(series.gpu)
     costs = assumed_costs(gpu).model_copy(update=others)
-    plan = _plan(series.target, series.drafter, series.quantization, series.gpu, series.tp_size, series.ep_size)
+    plan = planned(series.target, series.drafter, series.quantization, series.gpu, series.tp_size, series.ep_size)
     rate = (length - 1) / drafts if drafts else 0.0
     return Layout(
         made=plan,

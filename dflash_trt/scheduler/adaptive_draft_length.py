@@ -48,8 +48,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     Chooses K for all requests, and the drafts that each verifies. K changes only for a gain above
     `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, plus half a step. `lengths` are the K
-    to choose from; a GPU may need a graph for each. `device` sets the costs to start from. Steps of "cuda" are padded
-    to full verify blocks, so that leaving out drafts would save nothing.
+    to choose from; a GPU may need a graph for each. `device` sets the costs to start from. On "cuda" no drafts are left
+    out: it would gain too little (docs/design/drafts.md).
     """
 
     def __init__(
