@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
@@ -52,7 +53,9 @@ def host_of_worker(settings: WorkerSettings, environment: Mapping[str, str]) -> 
 
 def own_address() -> str:
     """The address of a worker for which none was named: Dynamo's variable, or the one that the host's name has."""
-    return os.environ.get(_HOST) or socket.gethostbyname(socket.gethostname())
+    with suppress(OSError):  # a name without an address, in a container
+        return os.environ.get(_HOST) or socket.gethostbyname(socket.gethostname())
+    return LOOPBACK
 
 
 def notices(settings: WorkerSettings, environment: Mapping[str, str]) -> list[str]:
