@@ -1,5 +1,6 @@
 """Which address a worker listens at, and who is refused one. What sockets there are is tested in test_nodes.py."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.servers.dynamo import contract
 from dflash_trt.servers.dynamo.environment import ADDRESSES
 from dflash_trt.servers.dynamo.settings import WorkerSettings
-from dflash_trt.servers.dynamo.worker_address import host_of_worker, notices, worker_environment
+from dflash_trt.servers.dynamo.worker_address import host_of_worker, notices, own_address, worker_environment
 
 BROKER = {"DYN_ZMQ_BROKER_URL": "xsub=ipc:///in , xpub=ipc:///out"}
 
@@ -84,3 +85,18 @@ def test_the_worker_gives_them_to_dynamo(name: str | None, monkeypatch: pytest.M
     with pytest.raises(OpenedError):
         contract.run_worker(WorkerSettings(engine_dir=Path("e"), model_name="m", host=name))
     assert environment == ({"OTHER": "kept"} if name is None else worker_environment(name, {"OTHER": "kept"}))
+
+
+def test_prefill_workers_listen_where_the_front_end_reaches_them(monkeypatch) -> None:
+    monkeypatch.setenv("DYN_TCP_RPC_HOST", "10.0.0.7")
+    assert own_address() == "10.0.0.7"
+    monkeypatch.delenv("DYN_TCP_RPC_HOST")
+    monkeypatch.setattr(socket, "gethostname", lambda: "pod")
+    monkeypatch.setattr(socket, "gethostbyname", {"pod": "10.0.0.8"}.__getitem__)
+    assert own_address() == "10.0.0.8"
+
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert own_address() == "127.0.0.1"
