@@ -63,10 +63,12 @@ class HandOver:
     def passed_on(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The whole answer of a prefill worker that leaves a prompt to the decode worker.
 
-        A short one, or one whose log probabilities are wanted: that is computed whole by the worker that answers.
+        A short one, one whose log probabilities are wanted, which is computed whole by the worker that answers, or one
+        that nobody waits for any more.
         """
         is_scored = (request.get("output_options") or {}).get("prompt_logprobs") is not None
-        if self.role != "prefill" or not (is_scored or len(request["token_ids"]) < self.min_tokens):
+        is_left = self.rooms is not None and self.rooms.is_left((request.get(_ROOM) or {}).get("bootstrap_room"))
+        if self.role != "prefill" or not (is_scored or is_left or len(request["token_ids"]) < self.min_tokens):
             return None
         return {"token_ids": [0], "index": 0, "finish_reason": "length", **self._given()}
 

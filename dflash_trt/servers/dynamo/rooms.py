@@ -33,6 +33,7 @@ class _Room:
     cancel: Callable[[], None] | None = None
     error: str | None = None
     is_full: bool = False
+    is_left: bool = False  # by the decode worker, before the prompt was begun
 
 
 def port_of(server: asyncio.Server) -> int:
@@ -65,6 +66,11 @@ class Rooms:
             room.cancel = None
             room.has_ended.set()
 
+    def is_left(self, number: int | None) -> bool:
+        """The decode worker has left before the prompt was begun: its client had, or it had all blocks."""
+        room = None if number is None else self._rooms.get(number)
+        return room is not None and room.is_left
+
     def _room(self, number: int) -> _Room:
         if number not in self._rooms and len(self._rooms) >= _MAX_ROOMS:
             self._rooms.popitem(last=False)
@@ -81,6 +87,8 @@ class Rooms:
                     _send(writer, error=room.error, is_full=room.is_full)
                 elif room.cancel is not None:
                     room.cancel()
+            else:
+                room.is_left = leaving.done()
             leaving.cancel()
             await writer.drain()
         writer.close()

@@ -249,6 +249,22 @@ def test_whoever_leaves_a_room_ends_what_the_other_does_for_it() -> None:
         asyncio.run(run(has_all=has_all))
 
 
+def test_a_prompt_whose_decode_worker_left_before_it_began_is_not_computed() -> None:
+    async def run() -> None:
+        async with Room() as room:
+            assert room.prefill.passed_on(room.request) is None
+            reading = room.reading()
+            await room.until(lambda: room.decode.engine.asked > 2)  # type: ignore[attr-defined]
+            assert room.prefill.passed_on(room.request) is None
+            room.is_stopped = True
+            await asyncio.wait_for(reading, 5)
+            await room.until(lambda: room.prefill.passed_on(room.request) is not None)
+            others = room.request | {"bootstrap_info": room.request["bootstrap_info"] | {"bootstrap_room": 8}}
+            assert room.prefill.passed_on(others) is None
+
+    asyncio.run(run())
+
+
 def test_a_decode_worker_goes_on_alone_without_the_prefill_worker() -> None:
     """Nobody listens, or the connection breaks in the middle of a line."""
 
