@@ -524,7 +524,7 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
         evaluate, ["dir", "--against", "x", "--input-file", "y"], *([*rest, *runtime] for runtime, _ in cases)
     )
     of_rows = {"columns", "split", "categories"}  # test_prompt_source.py
-    assert never_set == gates | of_rows | {"as_json"}
+    assert never_set == gates | of_rows | {"as_json", "csv_path", "figure"}
 
 
 def test_verify_hashes_reaches_the_reader_and_the_report(engine_dir, tmp_path, invoke, monkeypatch) -> None:
