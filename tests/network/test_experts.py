@@ -14,7 +14,7 @@ from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
-from dflash_trt.network.feed_forward import bind_feed_forward
+from dflash_trt.network.feed_forward import RoutedExperts, bind_feed_forward
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from dflash_trt.network.rank_tensors import RankTensors
 from tests.caches import cache_of
@@ -82,7 +82,9 @@ def test_the_expert_of_all_tokens_has_the_activation_of_the_others(activation: s
     tensors = RankTensors(plain={f"layer.{name}": weight for name, weight in plain.items()}, slice_rows=torch.narrow)
     ops = object.__new__(TorchOps)
     ops._shared_rows = None
-    found = bind_feed_forward(moe, tensors, "layer").part(ops, x)
+    layer = bind_feed_forward(moe, tensors, "layer")
+    assert isinstance(layer, RoutedExperts) and layer.shared is not None
+    found = layer._part(ops, layer.shared, x)
     gate, up = (x @ plain["shared.gate_up"].T).chunk(2, dim=-1)
     sums = {
         name: run_chosen_experts(x, experts, moe, choice) + (activate(gate) * up) @ plain["shared.down"].T
