@@ -102,15 +102,22 @@ def answers(llm: LLM) -> list[GenerationOutput]:
 
 
 def test_an_llm_on_node_0_answers_as_on_one_machine(cluster: Any, engines: dict[int, EngineDir]) -> None:
+    """Which prompts share a step is a matter of time, and so are the last bits of a sum: the traces above are exact."""
     (_, other), master = cluster
-    with open_llm(engines[2]) as here:
+    with open_llm(engines[2], draft_length=K) as here:
         expected = answers(here)
-    with ranks_on(other, engines[2].path, master), open_llm(engines[2], **over_nodes(master)) as llm:
+    with ranks_on(other, engines[2].path, master), open_llm(engines[2], draft_length=K, **over_nodes(master)) as llm:
         found = answers(llm)
-    assert contents(found) == contents(expected)
-    assert [(output.logprobs, output.top_logprobs) for output in found] == [
-        (output.logprobs, output.top_logprobs) for output in expected
-    ]
+    for one, two in zip(expected, found, strict=True):
+        assert two.token_ids == one.token_ids
+        assert [step.num_accepted for step in two.steps] == [step.num_accepted for step in one.steps]
+        assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+        pairs = [
+            (a, b)
+            for row, expected_row in zip(two.top_logprobs, one.top_logprobs, strict=True)
+            for a, b in zip(row, expected_row, strict=True)
+        ]
+        assert all(a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs) and pairs
     assert any(output.statistics.num_prefix_hit_tokens for output in found)
     assert any(step.num_accepted for output in found for step in output.steps)
 
@@ -137,13 +144,14 @@ def test_run_on_one_node_and_ranks_on_the_other_write_what_run_writes_alone(
     rows = tmp_path / "rows.jsonl"
     lines = [{"prompt_token_ids": prompt, "max_new_tokens": 9, "ignore_eos": True} for prompt in PROMPTS]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    alone = run_on(None, engines[4].path, "--input-file", rows)
+    options = ["--input-file", rows, "--draft-length", K]
+    alone = run_on(None, engines[4].path, *options)
     expected, _ = alone.communicate(timeout=60)
     link = tmp_path / "engine-of-node-0"
     link.symlink_to(engines[4].path)
     with ranks_on(other, engines[4].path, first.address) as command:
         master = ["--nnodes", 2, "--master-addr", first.address, "--master-port", PORT]
-        node_0 = run_on(first, link, "--input-file", rows, *master)
+        node_0 = run_on(first, link, *options, *master)
         found, messages = node_0.communicate(timeout=60)
     assert (alone.returncode, node_0.returncode, command.returncode) == (0, 0, 0), messages
     assert texts(found) == texts(expected) and len(texts(found)) == len(PROMPTS)
