@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
             "grammar.py": _set("llguidance numpy"),
             "grammar_trial.py": _set("llguidance numpy"),
             "grammar_worker.py": _set("llguidance"),
+            "nixl_blocks.py": _set("nixl_cu13"),
         },
     ),
     "servers": Rule(

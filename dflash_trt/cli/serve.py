@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dflash_trt.core.exit_codes import ExitCode
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.servers.dynamo.roles import Role
     from dflash_trt.servers.dynamo.settings import WorkerSettings
     from dflash_trt.servers.dynamo.supervisor import Service
 
@@ -33,10 +35,39 @@ _MODEL = OptionSet(
     click.option("--reasoning-parser", metavar="NAME", help="Dynamo's parser of reasoning, such as qwen3."),
 )
 
-_prefill_min_tokens = click.option(
-    "--prefill-min-tokens",
-    type=click.IntRange(min=0),
-    help="Shorter prompts are computed by the worker that answers them.  [default: 512]",
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        from dflash_trt.core.runtime_config import byte_size
+
+        try:
+            found = byte_size(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is not {error}", param, context)
+        assert isinstance(found, int)
+        return found
+
+
+_PROMPTS_APART = OptionSet(
+    click.option(
+        "--prefill-min-tokens",
+        type=click.IntRange(min=0),
+        help="Shorter prompts are computed by the worker that answers them.  [default: 512]",
+    ),
+    click.option(
+        "--transfer-backend",
+        type=click.Choice(("files", "nixl")),
+        help="How blocks of a prompt go from prefill to decode workers: files of a shared directory, or memory that "
+        "NVIDIA's NIXL reads, over RDMA where there is any.  [default: files]",
+    ),
+    click.option(
+        "--transfer-bytes",
+        type=_Size(),
+        metavar="SIZE",
+        help="Memory of a prefill worker for blocks that NIXL reads.  [default: 1GiB]",
+    ),
 )
 
 
@@ -57,7 +88,7 @@ _prefill_min_tokens = click.option(
     show_default=True,
     help="Replicas that only compute prompts, for the others (with --host-cache-bytes).",
 )
-@_prefill_min_tokens
+@_PROMPTS_APART
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP server.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the HTTP server.")
 @click.option(
@@ -146,9 +177,9 @@ def serve(engine_dir: Path, **options: Any) -> None:
     type=click.Choice(("both", "prefill", "decode")),
     default="both",
     show_default=True,
-    help="Part of each request: prefill computes prompts for decode workers, which find them in --disk-cache-dir.",
+    help="Part of each request: prefill computes prompts for decode workers, which get them by --transfer-backend.",
 )
-@_prefill_min_tokens
+@_PROMPTS_APART
 @_MODEL
 @runtime_options()
 @click.pass_context
@@ -162,8 +193,7 @@ def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
     from dflash_trt.servers.dynamo.worker_address import host_of_worker, notices
 
     check_package()
-    is_prefill = options["role"] == "prefill"
-    settings, _ = _settings(engine_dir, options, does_prefill=is_prefill, needed="--role prefill")
+    settings, _ = _settings(engine_dir, options, roles={options["role"]}, needed="--role")
     settings = settings.model_copy(update={"host": host_of_worker(settings, os.environ)})
     for line in notices(settings, os.environ):
         click.echo(line, err=True)
@@ -178,6 +208,7 @@ def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
 
 
 def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, EngineDir]":
+    from dflash_trt.servers.dynamo.roles import check_transfers
     from dflash_trt.servers.dynamo.settings import page_settings
     from dflash_trt.servers.dynamo.supervisor import Service
 
@@ -188,7 +219,8 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
     has_baseline = options.pop("baseline_replica")
     if replicas is not None and gpus is not None:
         raise ConfigError("--replicas and --gpus are mutually exclusive")
-    settings, engine = _settings(engine_dir, options, does_prefill=num_prefill > 0, needed="--prefill-workers")
+    roles: set[Role] = {"prefill", "decode"} if num_prefill else {"both"}
+    settings, engine = _settings(engine_dir, options, roles=roles, needed="--prefill-workers")
     nnodes = settings.runtime.nnodes
     groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size // nnodes)
     num_replicas = len(groups) - has_baseline if groups else replicas or 1 + num_prefill
@@ -204,8 +236,10 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
         expected, found = f"more than {num_prefill} replicas, the others decode", str(num_replicas)
         raise ConfigError.about("--prefill-workers", expected=expected, found=found, hint="Raise --replicas or --gpus.")
     if num_prefill and settings.runtime.host_cache_bytes is None:
-        hint = "Prompts go from worker to worker through files, which are read into host memory."
+        hint = "Prompts go from worker to worker through host memory."
         raise ConfigError.about("--prefill-workers", expected="--host-cache-bytes as well", found="none", hint=hint)
+    if num_prefill:
+        check_transfers(settings.runtime, settings.transfer_backend)
     if metrics_port + num_workers > _MAX_METRICS_PORT + 1:
         expected, found = f"ports up to {_MAX_METRICS_PORT}", str(metrics_port + num_workers - 1)
         raise ConfigError.about("metrics of the replicas", expected=expected, found=found, hint="Pass --metrics-port.")
@@ -236,12 +270,19 @@ def _check_baseline(settings: "WorkerSettings", engine: "EngineDir", num_replica
 
 
 def _settings(
-    engine_dir: Path, options: dict[str, Any], *, does_prefill: bool, needed: str
+    engine_dir: Path, options: dict[str, Any], *, roles: "Set[Role]", needed: str
 ) -> "tuple[WorkerSettings, EngineDir]":
-    if options["prefill_min_tokens"] is None:
-        del options["prefill_min_tokens"]
-    elif not does_prefill:
-        raise ConfigError.about("--prefill-min-tokens", expected=f"{needed} as well", found="none")
+    """`roles` are those of the command's workers; `needed` gives them other ones."""
+    of_roles = {"prefill_min_tokens": {"prefill"}, "transfer_backend": {"prefill", "decode"}}
+    for name, takers in (of_roles | {"transfer_bytes": {"prefill"}}).items():
+        flag = _PROMPTS_APART.flags[name]
+        if options[name] is None:
+            del options[name]
+        elif not takers & roles:
+            expected = f"{needed} as well" if needed != "--role" else f"{needed} {' or '.join(sorted(takers))} as well"
+            raise ConfigError.about(flag, expected=expected, found="none")
+        elif name == "transfer_bytes" and options.get("transfer_backend") != "nixl":
+            raise ConfigError.about(flag, expected="--transfer-backend nixl as well", found="none")
     runtime = runtime_from_options(options)
     parsers = {name: options[name] for name in ("tool_call_parser", "reasoning_parser")}
     if any(parsers.values()):  # Dynamo's import takes a second
@@ -264,7 +305,7 @@ def worker_settings(
     card_source(engine)
     check_drafting(engine, runtime)
     check_nodes(engine, runtime)
-    runtime_of(options.get("role", "both"), runtime)
+    runtime_of(options.get("role", "both"), runtime, options.get("transfer_backend", "files"))
     name = model_name or engine_dir.resolve().name
     return WorkerSettings(engine_dir=engine_dir.resolve(), runtime=runtime, model_name=name, **options), engine
 

@@ -45,6 +45,7 @@ _RENAMED: Final = {
     "disk_cache_dir": "hicache_storage_backend local_disk",
     "disk_cache_bytes": "max_local_disk_size",
     "publish_prompts": "hicache_write_policy",
+    "transfer_backend": "disaggregation_transfer_backend kv_transfer_config cache_transceiver_config kv_connector",
     "quantization": "qformat quant_algo quant_method",
     "dtype": "torch_dtype data_type",
     "output output_file": "output_dir output_path save_dir",

@@ -70,7 +70,7 @@ def _absolute_path(value: object) -> object:
     return str(Path(value).absolute()) if isinstance(value, str | PathLike) else value
 
 
-def _byte_size(value: object) -> object:
+def byte_size(value: object) -> object:
     """Bytes of a text with a unit: GB is 1000**3, GiB 1024**3; raises ValueError, with what was expected."""
     if not isinstance(value, str):
         return value
@@ -148,7 +148,7 @@ class RuntimeConfig(Frozen):
     kv_cache_bytes: Annotated[
         int | None,
         Field(ge=1),
-        BeforeValidator(_byte_size),
+        BeforeValidator(byte_size),
         Option(metavar="SIZE", help="Memory for the K/V pages of target and drafter, per rank: bytes, 8GB or 7.5GiB."),
     ] = None
     kv_cache_free_memory_fraction: Annotated[
@@ -162,7 +162,7 @@ class RuntimeConfig(Frozen):
     host_cache_bytes: Annotated[
         int | None,
         Field(ge=1),
-        BeforeValidator(_byte_size),
+        BeforeValidator(byte_size),
         Option(
             metavar="SIZE",
             help="Host memory for cached prefixes that leave the K/V pages, per rank, page-locked on a GPU "
@@ -181,7 +181,7 @@ class RuntimeConfig(Frozen):
     disk_cache_bytes: Annotated[
         int | None,
         Field(ge=1),
-        BeforeValidator(_byte_size),
+        BeforeValidator(byte_size),
         Option(metavar="SIZE", help="Maximum of that directory's files (default: half of what is free)."),
     ] = None
     publish_prompts: Annotated[

@@ -16,15 +16,18 @@ from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.data_parallel import DataParallelScheduler, StepScheduler, make_scheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
-from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prefix_directory import PrefixDirectory
+from dflash_trt.serving.prefix_transfers import PrefixStore
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import EngineExecutor
     from dflash_trt.serving.opening import Policies
+
+
+MakeStore = Callable[[str, int], PrefixStore]  # of what the blocks are for, and the bytes of the largest
 
 
 class LocalEngine(EngineLoop):
@@ -43,7 +46,8 @@ class LocalEngine(EngineLoop):
         super().__init__(executor, scheduler, overlaps=bool(config.overlap_scheduling), reopen=reopen)
         self._open_executor = open_executor
         self.config = config
-        self.prefix_root: str | None = None  # what the blocks of `disk_cache_dir` are for
+        self.prefix_root: str | None = None  # what the blocks of `prefix_store` are for
+        self.prefix_store: PrefixStore | None = None
         self.page_plan = executor.page_plan
         self._executor = executor
 
@@ -75,10 +79,14 @@ def checked_config(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[
 
 
 @paused_collection()
-def open_local_engine(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[Policies]) -> LocalEngine:
+def open_local_engine(
+    engine: EngineDir, config: RuntimeConfig, *, make_store: MakeStore | None = None, **policies: Unpack[Policies]
+) -> LocalEngine:
     """An engine that is ready to start; `config` is of `checked_config`.
 
-    Raises what `open_executor` raises.
+    `make_store` makes the store of prefixes instead of `disk_cache_dir`; all blocks of prompts go there.
+
+    Raises what `open_executor` and `make_store` raise.
     """
     from dflash_trt.executor.opening import open_executor
 
@@ -93,28 +101,37 @@ def open_local_engine(engine: EngineDir, config: RuntimeConfig, **policies: Unpa
         dp_size = engine.manifest.pretrained_config.mapping.dp_size
         scheduler = make_scheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
+        publishes_all = config.publish_prompts or make_store is not None
         if config.disk_cache_dir is not None:
+            make_store = partial(_directory, Path(config.disk_cache_dir), config.disk_cache_bytes)
+        if make_store is not None:
             schedulers = scheduler.ranks if isinstance(scheduler, DataParallelScheduler) else [scheduler]
-            _keep_on_disk(local, schedulers, engine, config, executor)
+            root = _root_of(engine, config)
+            local.prefix_root = root.hex()[:16]
+            store = local.prefix_store = make_store(local.prefix_root, _max_block_bytes(executor))
+            place_bytes = executor.place_bytes
+            local.keep_prefixes(schedulers, store, root=root, place_bytes=place_bytes, publishes_all=publishes_all)
         stack.pop_all()
     return local
 
 
-def _keep_on_disk(
-    local: LocalEngine, schedulers: list[Scheduler], engine: EngineDir, config: RuntimeConfig, executor: EngineExecutor
-) -> None:
-    """Files are for this engine, and for whatever else decides what a page holds."""
-    assert config.disk_cache_dir is not None
+def _root_of(engine: EngineDir, config: RuntimeConfig) -> bytes:
+    """A hash of the engine, and of whatever else decides what a page holds."""
     manifest = engine.with_draft_window(config.draft_window).manifest
     kind = {"engine": manifest.model_dump(mode="json"), "device": config.device, "drafter": config.use_drafter}
     kind |= {"deterministic": config.deterministic}
-    root = sha256(json.dumps(kind, sort_keys=True).encode()).digest()
-    directory = Path(config.disk_cache_dir)
-    local.prefix_root = root.hex()[:16]
-    store = PrefixDirectory.open(directory, name=local.prefix_root, max_bytes=config.disk_cache_bytes)
-    local.keep_prefixes(
-        schedulers, store, root=root, place_bytes=executor.place_bytes, publishes_all=config.publish_prompts
-    )
+    return sha256(json.dumps(kind, sort_keys=True).encode()).digest()
+
+
+def _directory(path: Path, max_bytes: int | None, name: str, max_block_bytes: int) -> PrefixDirectory:
+    return PrefixDirectory.open(path, name=name, max_bytes=max_bytes)
+
+
+def _max_block_bytes(executor: EngineExecutor) -> int:
+    """Of all ranks."""
+    counts = {False: executor.limits.num_host_pages, True: executor.limits.num_host_snapshots}
+    places = [executor.place_bytes(0, is_state) for is_state, count in counts.items() if count]
+    return max(sum(len(part) for part in parts) for parts in places)
 
 
 def _policy(config: RuntimeConfig) -> DraftLengthPolicy:

@@ -74,6 +74,7 @@ SAMPLING += ["--choice", "c", "--choice", "d"]
 # At most one of these and --choice may be given.
 GRAMMARS = {"json_schema": "{}", "regex": "a+", "grammar": "start: /a/"}
 OF_NODES = [word for name in NODES for word in RUNTIME[name][0]]
+OVER_NIXL = ["--transfer-backend", "nixl", "--transfer-bytes", "3MiB"]
 CALLBACKS = {"before_load": None, "on_progress": None}
 LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}} | CALLBACKS
 
@@ -557,6 +558,7 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
 
     supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
     monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
+    monkeypatch.setattr("dflash_trt.servers.dynamo.roles.check_nixl", lambda: None)
     words = ["--host", "::1", "--port", "4567", "--router-mode", "random", "--migration-limit", "2", *MODEL]
     words += ["--metrics-port", "1234", "--no-ui"]
     cases = runtime_cases(*NODES)
@@ -587,6 +589,9 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
         service = supervisor.arguments["service"]
         assert (service.num_prefill_workers, service.worker.prefill_min_tokens) == (2, 7)
         assert service.num_replicas == num_replicas
+    assert invoke("serve", engine_dir, *apart, *OVER_NIXL).stderr == "error: recorded\n"
+    told = supervisor.arguments["service"].worker
+    assert (told.transfer_backend, told.transfer_bytes) == ("nixl", 3 << 20)
     for words, num_replicas in ((["--replicas", "2"], 2), (["--gpus", "0,1,2"], 2), ([], 1)):
         assert invoke("serve", engine_dir, "--baseline-replica", *words).stderr == "error: recorded\n"
         service = supervisor.arguments["service"]
@@ -594,7 +599,7 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
         assert service.worker.num_replicas == num_replicas + 1, "they share the machine"
         assert service.frontend_arguments[1] == ("kv" if num_replicas > 1 else "round-robin"), "a model of its own"
         assert service.baseline == service.page.baseline == f"{engine_dir.name}-no-drafter"
-    more += [["dir", "--gpus", "3,1", *apart], ["dir", *OF_NODES], ["dir", "--baseline-replica"]]
+    more += [["dir", "--gpus", "3,1", *apart, *OVER_NIXL], ["dir", *OF_NODES], ["dir", "--baseline-replica"]]
     assert options_never_set(serve, ["dir"], *more) == {"engine_dir"}
 
 
@@ -603,6 +608,15 @@ def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkey
     [
         (["--prefill-workers", "1"], "--prefill-workers: expected --host-cache-bytes as well, found none."),
         (["--prefill-min-tokens", "1"], "--prefill-min-tokens: expected --prefill-workers as well, found none."),
+        (["--transfer-backend", "nixl"], "--transfer-backend: expected --prefill-workers as well, found none."),
+        (
+            ["--prefill-workers", "1", "--host-cache-bytes", "1MiB", "--transfer-bytes", "1GB"],
+            "--transfer-bytes: expected --transfer-backend nixl as well, found none.",
+        ),
+        (
+            ["--prefill-workers", "1", "--host-cache-bytes", "1MiB", "--disk-cache-dir", "/disk", *OVER_NIXL],
+            "--transfer-backend nixl: expected no --disk-cache-dir, found /disk.",
+        ),
         (
             ["--prefill-workers", "2", "--replicas", "2", "--host-cache-bytes", "1MiB"],
             "--prefill-workers: expected more than 2 replicas, the others decode, found 2.",
@@ -755,6 +769,7 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
     from dflash_trt.servers.dynamo.settings import WorkerSettings
 
     worker_process = recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
+    monkeypatch.setattr("dflash_trt.servers.dynamo.roles.check_nixl", lambda: None)
     words = ["--namespace", "n", "--discovery-backend", "kubernetes", "--request-plane", "nats", *MODEL]
     words += ["--event-plane", "nats", "--host", "127.0.0.1"]
     cases = runtime_cases(*NODES)
@@ -776,16 +791,31 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
     assert invoke("worker", engine_dir, *shared).stderr == "error: recorded\n"
     settings = worker_process.arguments["settings"]
     assert (settings.role, settings.prefill_min_tokens, settings.host) == ("prefill", 7, None)
-    default = WorkerSettings.model_fields["prefill_min_tokens"].default
-    assert f"that answers them.  [default: {default}]" in " ".join(option.help or "" for option in worker.params)
+    defaults = {name: field.default for name, field in WorkerSettings.model_fields.items()}
+    helps = " ".join(option.help or "" for option in worker.params)
+    assert f"that answers them.  [default: {defaults['prefill_min_tokens']}]" in helps
+    assert f"where there is any.  [default: {defaults['transfer_backend']}]" in helps
+    assert "that NIXL reads.  [default: 1GiB]" in helps and defaults["transfer_bytes"] == 1 << 30
+    over_nixl = ["--role", "prefill", *tiers[2:], *pod, *OVER_NIXL]
+    assert invoke("worker", engine_dir, *over_nixl).stderr == "error: recorded\n"
+    settings = worker_process.arguments["settings"]
+    assert (settings.transfer_backend, settings.transfer_bytes) == ("nixl", 3 << 20)
     for unfit, refusal in (
         ([*pod, "--role", "decode"], "--role decode: expected --disk-cache-dir as well, found none."),
         (["--role", "decode", *shared[2:]], "--prefill-min-tokens: expected --role prefill as well, found none."),
+        (["--role", "decode", *over_nixl[2:]], "--transfer-bytes: expected --role prefill as well, found none."),
+        ([*pod, *OVER_NIXL[:2]], "--transfer-backend: expected --role decode or prefill as well, found none."),
+        (
+            [*pod, "--role", "decode", *OVER_NIXL[:2]],
+            "--transfer-backend nixl: expected --host-cache-bytes as well, found none.",
+        ),
+        ([*over_nixl, *tiers[:2]], "--transfer-backend nixl: expected no --disk-cache-dir, found /disk."),
+        ([*over_nixl[:-1], "much"], "'much' is not a number of bytes, such as 8000000000, 8GB or 7.5GiB"),
     ):
         refused = invoke("worker", engine_dir, *unfit)
         assert refused.exit_code == 2 and refusal in refused.stderr
     more = [["dir", *words, *runtime] for runtime, _ in cases]
-    assert options_never_set(worker, ["dir"], *more, ["dir", *shared], ["dir", *OF_NODES]) == {"engine_dir"}
+    assert options_never_set(worker, ["dir"], *more, ["dir", *shared, *OVER_NIXL], ["dir", *OF_NODES]) == {"engine_dir"}
 
 
 def test_a_worker_of_etcd_needs_an_address_and_says_whom_it_serves(engine_dir, invoke, monkeypatch) -> None:

@@ -65,6 +65,12 @@ class Terminal:
         self._start = end + len(text)
         return part
 
+    def read_more(self, num_characters: int) -> None:
+        """Read until so many have come since the last call of `until`."""
+        deadline = time.monotonic() + WAIT_S
+        while len(self.seen) < self._start + num_characters:
+            assert time.monotonic() < deadline and self._read(), self.seen
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
@@ -220,7 +226,10 @@ def test_the_text_of_one_prompt_comes_as_it_is_made(chat_engine: Path, words: li
     with Terminal("run", chat_engine, "--prompt", "hello", "--num-threads", "1", *LONG, *words) as terminal:
         terminal.until("ready in ")
         terminal.until("\n")
-        time.sleep(0.3)
+        if streams:
+            terminal.read_more(20)
+        else:
+            time.sleep(0.3)
         terminal.type("\x03")
         printed = terminal.until("error: interrupted")
         assert terminal.ended() == 128 + signal.SIGINT

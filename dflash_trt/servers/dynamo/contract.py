@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,8 @@ def run_worker(settings: WorkerSettings) -> int:
     """
     if settings.host is not None:
         os.environ.update(worker_environment(settings.host, os.environ))
+    if IPv4Address(settings.host or own_address()).is_loopback:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's: by default it listens on all networks
     engine = EngineDir.open(settings.engine_dir)
     card = settings.card or shared_card(engine)
     events = PrefixEvents()
@@ -172,6 +175,8 @@ def run_worker(settings: WorkerSettings) -> int:
         num_replicas=settings.num_replicas,
         role=settings.role,
         prefill_min_tokens=settings.prefill_min_tokens,
+        transfer_backend=settings.transfer_backend,
+        transfer_bytes=settings.transfer_bytes,
     )
     worker = DynamoEngine(service, limits, events, settings, card)
     serve(worker, worker_config(settings, card))

@@ -1,11 +1,12 @@
 """Workers that compute prompts, and workers that go on with them: Dynamo's disaggregated serving.
 
-Both open the same engine with the same directory of prefix blocks. The front end sends a request to a prefill worker
-and at once to a decode worker, too. The first computes the prompt, writes the blocks of every chunk, target's and
-drafter's, and gives one token that nobody reads. The other reads blocks as they come, until its connection to the first
-(`rooms.py`) ends, and starts the request: all blocks but the last tokens' are there, so it drafts as if it had computed
-them. A block that is missing, for whatever reason, is computed: so are prompts too short for a prefill worker, which
-passes them on at once. (The front end's own rule for short prompts never spares one of which nothing is cached.)
+Both open the same engine. The front end sends a request to a prefill worker and at once to a decode worker, too. The
+first computes the prompt, writes the blocks of every chunk, target's and drafter's, into a directory that both share or
+into memory that the other reads (`serving/nixl_blocks.py`), and gives one token that nobody reads. The other reads
+blocks as they come, until its connection to the first (`rooms.py`) ends, and starts the request: all blocks but the
+last tokens' are there, so it drafts as if it had computed them. A block that is missing, for whatever reason, is
+computed: so are prompts too short for a prefill worker, which passes them on at once. (The front end's own rule for
+short prompts never spares one of which nothing is cached.)
 """
 
 from __future__ import annotations
@@ -17,26 +18,32 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.servers.dynamo.rooms import Rooms, visiting
+from dflash_trt.serving.nixl_blocks import BlockReceiver, BlockSender, check_nixl
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.serving.local_engine import LocalEngine
 
 Role = Literal["both", "prefill", "decode"]
+TransferBackend = Literal["files", "nixl"]  # how blocks go from prefill to decode workers
 
 DEFAULT_MIN_TOKENS: Final = 512
+DEFAULT_TRANSFER_BYTES: Final = 1 << 30
 _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.02  # for blocks that have come
 _ROOM: Final = "bootstrap_info"
 
 
-def runtime_of(role: Role, runtime: RuntimeConfig) -> RuntimeConfig:
+def runtime_of(role: Role, runtime: RuntimeConfig, backend: TransferBackend = "files") -> RuntimeConfig:
     """The settings of a worker in its role.
 
     Raises:
-        ConfigError: a role needs the directory.
+        ConfigError: a role needs the directory, or for NIXL a host tier of one node and no directory.
     """
     if role == "both":
+        return runtime
+    check_transfers(runtime, backend)
+    if backend == "nixl":
         return runtime
     if runtime.disk_cache_dir is None:
         hint = "Name one that prefill and decode workers share; between processes of one machine, in /dev/shm."
@@ -44,12 +51,36 @@ def runtime_of(role: Role, runtime: RuntimeConfig) -> RuntimeConfig:
     return runtime.replaced(publish_prompts=runtime.publish_prompts or role == "prefill")
 
 
-class HandOver:
-    """A worker's part of it. Prompts of fewer than `min_tokens` are not computed by a prefill worker."""
+def check_transfers(runtime: RuntimeConfig, backend: TransferBackend) -> None:
+    """Raises ConfigError: NIXL is not installed, or needs other settings."""
+    if backend != "nixl":
+        return
+    subject = "--transfer-backend nixl"
+    if runtime.host_cache_bytes is None:
+        hint = "Blocks go from the host memory of one worker to that of the other."
+        raise ConfigError.about(subject, expected="--host-cache-bytes as well", found="none", hint=hint)
+    if runtime.disk_cache_dir is not None:
+        hint = "Leave out one of them."
+        raise ConfigError.about(subject, expected="no --disk-cache-dir", found=runtime.disk_cache_dir, hint=hint)
+    if runtime.nnodes > 1:
+        raise ConfigError.about(subject, expected="ranks on one node", found=f"{runtime.nnodes} nodes")
+    check_nixl()
 
-    def __init__(self, role: Role, engine: LocalEngine, min_tokens: int = 0) -> None:
+
+class HandOver:
+    """A worker's part of it. Prompts of fewer than `min_tokens` are not computed by a prefill worker.
+
+    `blocks` are a BlockSender or a BlockReceiver of NIXL, by role; None where files take the blocks.
+    """
+
+    def __init__(
+        self, role: Role, engine: LocalEngine, min_tokens: int = 0, *, blocks: BlockSender | BlockReceiver | None = None
+    ) -> None:
         self.role, self.engine, self.min_tokens = role, engine, min_tokens
-        self.rooms = Rooms(engine.prefix_root) if role == "prefill" else None
+        self._blocks = blocks
+        self._kind = engine.prefix_root if blocks is None else f"{engine.prefix_root} over NIXL"
+        sender = blocks if isinstance(blocks, BlockSender) else None
+        self.rooms = Rooms(self._kind, sender) if role == "prefill" else None
 
     @contextmanager
     def computing(self, request: Mapping[str, Any], cancel: Callable[[], None]) -> Iterator[None]:
@@ -82,13 +113,19 @@ class HandOver:
     ) -> None:
         """Read the blocks of a prompt as a prefill worker writes them, until all are there, or no more come.
 
+        A prefill worker begins to tell of its blocks.
+
         Raises:
             RequestError: the prefill worker has refused the prompt, or is one of another engine or with other settings.
         """
-        if self.role != "decode" or request.get(_ROOM) is None:
+        if request.get(_ROOM) is None:
             return
         keys = await asyncio.to_thread(self.engine.prefix_keys, prompt_token_ids, salt=salt)
-        async with visiting(request[_ROOM], self.engine.prefix_root) as ended:
+        if self.rooms is not None:
+            self.rooms.offer(request[_ROOM]["bootstrap_room"], keys)
+            return
+        receiver = self._blocks if isinstance(self._blocks, BlockReceiver) else None
+        async with visiting(request[_ROOM], self._kind, receiver) as ended:
             while not ended.done() and not is_stopped():
                 if await asyncio.to_thread(self.engine.read_early, prompt_token_ids, keys, salt=salt):
                     return
@@ -107,7 +144,13 @@ class HandOver:
         keys = await asyncio.to_thread(self.engine.prefix_keys, prompt_token_ids, salt=salt)
         while not self.engine.has_kept(keys):
             await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0)  # what threads have told of blocks comes first
         return {"finish_reason": "length" if reason == "cancelled" else reason, **self._given()}
+
+    def close(self) -> None:
+        """After the engine."""
+        if self._blocks is not None:
+            self._blocks.close()
 
     def _given(self) -> dict[str, Any]:
         """Dynamo wants some, though the room has told the decode worker all."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.servers.dynamo.echo import tell_texts
 from dflash_trt.servers.dynamo.request_fields import Order, read_request
 from dflash_trt.servers.dynamo.responses import response
-from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
+from dflash_trt.servers.dynamo.roles import DEFAULT_TRANSFER_BYTES, HandOver, Role, TransferBackend, runtime_of
 from dflash_trt.servers.dynamo.settings import sampling_defaults
 from dflash_trt.serving.marked_texts import DraftMarker
+from dflash_trt.serving.nixl_blocks import BlockReceiver, BlockSender
 
 if TYPE_CHECKING:
     from dflash_trt.core.prefix_watcher import PrefixWatcher
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from dflash_trt.serving.stream import RequestStream
 
 _CPU_MEMORY_FRACTION = 0.5  # for the K/V pages of all replicas
+_MIN_BLOCKS = 4  # in a prefill worker's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,8 @@ class EngineService:
 
     def close(self) -> None:
         self._generator.close()
+        if self._hand_over is not None:
+            self._hand_over.close()
 
 
 def _cancel_stream(submitting: asyncio.Future[RequestStream]) -> None:
@@ -168,8 +173,12 @@ def open_service(
     num_replicas: int = 1,
     role: Role = "both",
     prefill_min_tokens: int = 0,
+    transfer_backend: TransferBackend = "files",
+    transfer_bytes: int = DEFAULT_TRANSFER_BYTES,
 ) -> tuple[EngineService, RegisteredLimits]:
     """Open an engine; `watcher` is told of its prefix cache. On a CPU, `num_replicas` divide the memory.
+
+    A prefill worker has `transfer_bytes` of memory for blocks that others read over NIXL.
 
     Raises:
         ConfigError, EngineDirError, CapacityError, RankError: see LLM.
@@ -180,15 +189,17 @@ def open_service(
 
     if engine.manifest.backend == "tensorrt_llm":
         return _open_foreign(engine, runtime)
-    config = checked_config(engine, runtime_of(role, runtime))
+    config = checked_config(engine, runtime_of(role, runtime, transfer_backend))
     if config.device == "cpu" and all(getattr(config, name) is None for name in KV_BUDGET):
         config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
     reader = open_request_reader(engine)
-    local = open_local_engine(engine, config)
+    make_blocks = None if role == "both" or transfer_backend == "files" else partial(_blocks, role, transfer_bytes)
+    local = open_local_engine(engine, config, make_store=make_blocks)
+    blocks = local.prefix_store if isinstance(local.prefix_store, BlockSender | BlockReceiver) else None
     local.watch_prefixes(watcher)
     generator = Generator(local, reader, eos_token_ids=engine.manifest.target.eos_token_ids, seed=config.seed)
     limits = local.limits
-    hand_over = None if role == "both" else HandOver(role, local, prefill_min_tokens)
+    hand_over = None if role == "both" else HandOver(role, local, prefill_min_tokens, blocks=blocks)
     return EngineService(generator, sampling_defaults=sampling_defaults(engine), hand_over=hand_over), RegisteredLimits(
         max_batch_size=limits.max_batch_size,
         max_seq_len=limits.max_seq_len,
@@ -196,6 +207,20 @@ def open_service(
         page_size=limits.page_size,
         num_pages=limits.num_pages,
     )
+
+
+def _blocks(role: Role, num_bytes: int, name: str, max_block_bytes: int) -> BlockSender | BlockReceiver:
+    """What a worker sends or receives over NIXL.
+
+    Raises:
+        ConfigError: a prefill worker's memory holds hardly any block.
+    """
+    if role == "decode":
+        return BlockReceiver(max_block_bytes)
+    if num_bytes < _MIN_BLOCKS * max_block_bytes:
+        expected, found = f"{_MIN_BLOCKS} blocks of {max_block_bytes} bytes or more", f"{num_bytes} bytes"
+        raise ConfigError.about("--transfer-bytes", expected=expected, found=found)
+    return BlockSender(num_bytes)
 
 
 def _open_foreign(engine: EngineDir, runtime: RuntimeConfig) -> tuple[EngineService, RegisteredLimits]:

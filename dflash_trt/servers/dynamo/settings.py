@@ -18,7 +18,7 @@ from dflash_trt.core.frozen import Frozen
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir.manifest import TOKENIZER_DIR
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME, TEMPLATE_NAME, StoredTokenizer
-from dflash_trt.servers.dynamo.roles import DEFAULT_MIN_TOKENS, Role
+from dflash_trt.servers.dynamo.roles import DEFAULT_MIN_TOKENS, DEFAULT_TRANSFER_BYTES, Role, TransferBackend
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -28,7 +28,8 @@ class WorkerSettings(Frozen):
     """One engine and its front end, with the front end's planes and discovery backend.
 
     `num_replicas` share this machine. A prefill worker leaves prompts of fewer than `prefill_min_tokens` to the decode
-    worker. Workers of one `component` serve one model. Sockets are at `host` (default: where Dynamo's variables say).
+    worker, which gets blocks by `transfer_backend`; over NIXL from `transfer_bytes` of memory of the prefill worker.
+    Workers of one `component` serve one model. Sockets are at `host` (default: where Dynamo's variables say).
     `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which its front end runs. `card` is the
     directory of the model card (default: the engine's own). The worker writes its instance id into `id_file`.
     """
@@ -39,6 +40,8 @@ class WorkerSettings(Frozen):
     num_replicas: int = 1
     role: Role = "both"
     prefill_min_tokens: int = DEFAULT_MIN_TOKENS
+    transfer_backend: TransferBackend = "files"
+    transfer_bytes: int = DEFAULT_TRANSFER_BYTES
     host: str | None = None
     namespace: str = "dynamo"
     component: str = "backend"

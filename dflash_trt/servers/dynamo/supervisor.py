@@ -291,8 +291,10 @@ class Supervisor:
         if not num_prefill:
             return worker
         runtime = worker.runtime
-        directory = runtime.disk_cache_dir or str(self._state / "prefixes")
         role = "prefill" if index < num_prefill else "decode"
+        if worker.transfer_backend == "nixl":
+            return worker.model_copy(update={"role": role})
+        directory = runtime.disk_cache_dir or str(self._state / "prefixes")
         return worker.model_copy(update={"role": role, "runtime": runtime.replaced(disk_cache_dir=directory)})
 
     def _gateway(self) -> _Child:

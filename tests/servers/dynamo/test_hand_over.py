@@ -192,7 +192,7 @@ class Opening:
         self.engine: Any = SimpleNamespace(
             path=Path("engine"), manifest=SimpleNamespace(backend=backend, target=target, build_config=LIMITS)
         )
-        self.local = SimpleNamespace(limits=LIMITS, watch_prefixes=self.watchers.append)
+        self.local = SimpleNamespace(limits=LIMITS, watch_prefixes=self.watchers.append, prefix_store=None)
         self.generator = Recorder(Generator)
         self.llm = Recorder(LLM)
         resolved = "dflash_trt.serving.local_engine.checked_config"
@@ -203,7 +203,8 @@ class Opening:
         monkeypatch.setattr("dflash_trt.serving.llm.LLM", self.llm)
         monkeypatch.setattr(service, "sampling_defaults", lambda engine: {"top_k": 3})
 
-    def _open(self, engine: Any, config: RuntimeConfig) -> Any:
+    def _open(self, engine: Any, config: RuntimeConfig, *, make_store: Any) -> Any:
+        assert make_store is None, "its role is both"
         self.config = config
         return self.local
 
@@ -480,6 +481,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "component": ("baseline", "component"),
 }
 OF_THE_ENGINE = {"engine_dir", "runtime", "num_replicas", "card", "id_file", "role", "prefill_min_tokens"}
+OF_THE_ENGINE |= {"transfer_backend", "transfer_bytes"}
 OF_SOCKETS = {"host"}  # see test_worker_address.py
 
 
@@ -518,6 +520,8 @@ def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code
         num_replicas=4,
         role="prefill",
         prefill_min_tokens=7,
+        transfer_backend="nixl",
+        transfer_bytes=123,
         card=Path("card"),
     )
     asked: dict[str, Any] = {}
@@ -540,7 +544,8 @@ def test_a_worker_opens_its_engine_as_its_settings_say(monkeypatch, failed, code
     assert contract.run_worker(settings) == code
     assert isinstance(asked.pop("watcher"), PrefixEvents)
     expected = {"engine": "engine e", "runtime": settings.runtime, "num_replicas": 4}
-    assert asked == expected | {"role": "prefill", "prefill_min_tokens": 7}
+    over_nixl = {"transfer_backend": "nixl", "transfer_bytes": 123}
+    assert asked == expected | {"role": "prefill", "prefill_min_tokens": 7} | over_nixl
 
 
 class ScriptedService:

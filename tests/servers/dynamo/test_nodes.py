@@ -218,17 +218,25 @@ def test_a_machine_without_its_network_loses_its_own_requests_alone_and_comes_ba
     is_serving_again(ready, victim)
 
 
-def test_prefill_and_decode_workers_are_on_different_machines(ready: Deployment, offline: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["files", "nixl"])
+def test_prefill_and_decode_workers_are_on_different_machines(
+    ready: Deployment, offline: LLM, tmp_path: Path, backend: str
+) -> None:
+    """Over NIXL they share no directory."""
     made = ready.cluster
-    shared = ("--namespace", "roles", "--disk-cache-dir", str(tmp_path), "--host-cache-bytes", "64MiB")
+    if backend == "nixl":
+        pytest.importorskip("nixl_cu13", reason="needs the extra 'nixl'")
+    ways = {"files": ("--disk-cache-dir", str(tmp_path)), "nixl": ("--transfer-backend", "nixl")}
+    shared = ("--namespace", f"roles-{backend}", *ways[backend], "--host-cache-bytes", "64MiB")
     roles = (("prefill", "--prefill-min-tokens", "0"), ("decode",))
     prefill, decode = (
-        made.worker(node, *shared, "--role", *role, port=9200) for node, role in zip(made.nodes, roles, strict=True)
+        made.worker(node, *shared, "--role", *role, port=9200 if backend == "files" else 9300)
+        for node, role in zip(made.nodes, roles, strict=True)
     )
-    front_end = made.front_end(8002, namespace="roles")
+    front_end = made.front_end(8002 if backend == "files" else 8004, namespace=f"roles-{backend}")
     wait_until(lambda: front_end.is_serving(ready.addresses))
     for tag, fields in {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.9, "seed": 4}}.items():
-        prompt = prompt_of(offline, f"roles-{tag}")
+        prompt = prompt_of(offline, f"roles-{tag}-{backend}")
         given = {"max_tokens": 24, "ignore_eos": True} | fields
         answer = front_end.ask(prompt, **given)
         assert (answer.text, answer.num_cached) == (alone(offline, prompt, **given), 6 * 32)

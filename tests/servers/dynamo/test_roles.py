@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,14 @@ import pytest
 from dflash_trt import SamplingParams
 from dflash_trt.core.errors import ConfigError, QueueFullError, RequestError
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.scheduler.stored_prefixes import Block
+from dflash_trt.servers.dynamo import rooms
 from dflash_trt.servers.dynamo.roles import HandOver, Role, runtime_of
 from dflash_trt.servers.dynamo.rooms import port_of
+from dflash_trt.servers.dynamo.service import _blocks
+from dflash_trt.serving import nixl_blocks
 from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.nixl_blocks import BlockReceiver, BlockSender
 from scripts import prefill_apart
 from tests.servers.dynamo.serving import Server, free_ports, serving
 
@@ -46,13 +52,18 @@ def answer(server: Server, prompt: list[int], **fields: Any) -> tuple[str, int, 
     )
 
 
-def test_a_decode_worker_goes_on_where_a_prefill_worker_was(demo: Path, offline: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["files", "nixl"])
+def test_a_decode_worker_goes_on_where_a_prefill_worker_was(
+    demo: Path, offline: LLM, tmp_path: Path, backend: str
+) -> None:
     """Texts are those of one engine, and so are accepted drafts, from the first request on. Short prompts stay away."""
+    if backend == "nixl":
+        pytest.importorskip("nixl_cu13", reason="needs the extra 'nixl'")
     options = ("--prefill-workers", "1", "--host-cache-bytes", "64MiB", "--draft-length", "7")
-    options += ("--prefill-min-tokens", "197")
+    options += ("--prefill-min-tokens", "197", "--transfer-backend", backend)
     with serving(demo, tmp_path, *options) as server:
         for tag, fields in {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.9, "seed": 4}}.items():
-            prompt = prompt_of(offline, tag)
+            prompt = prompt_of(offline, f"{tag}_{backend}")
             sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, **fields)
             offline.generate([prompt], SamplingParams(max_new_tokens=1))  # its beginning is cached, as the worker's
             (expected,) = offline.generate([prompt], sampling)
@@ -60,13 +71,16 @@ def test_a_decode_worker_goes_on_where_a_prefill_worker_was(demo: Path, offline:
             assert answer(server, prompt, **fields) == (expected.text, 6 * 32, expected.num_accepted_tokens)
             assert server.metric(LOADED, DECODE) == before + 6
         assert server.metric(LOADED, PREFILL) == 0 and server.metric(SAVED, PREFILL) == 12
-        short = prompt_of(offline, "short")[:-1]
+        short = prompt_of(offline, f"short_{backend}")[:-1]
         (expected,) = offline.generate([short], SamplingParams(max_new_tokens=24, ignore_eos=True))
         assert answer(server, short, temperature=0)[:2] == (expected.text, 0)
         assert server.metric("dflash_trt:output_tokens_total", PREFILL) == 2, "one token of each long prompt"
         _kill_and_go_on(server, offline)
+        places = [place for process in server.workers() for place in _listening(process)]
+        assert places and {place.ip for place in places} == {"127.0.0.1"}
         state = {*tmp_path.glob("dflash-trt-serve-*")}
-        assert len(state) == 1 and [*next(iter(state)).glob("prefixes/*/??/*.pages")]
+        assert len(state) == 1
+        assert any(next(iter(state)).glob("prefixes/*/??/*.pages")) == (backend == "files")
     assert not [*tmp_path.glob("dflash-trt-serve-*")], "nothing is left of the prompts"
 
 
@@ -145,10 +159,12 @@ class Engine:
         return self.has_kept(keys)
 
 
-def hand_over(role: Role, *, engine: str = "ours", num_looks: int = 3, min_tokens: int = 0) -> HandOver:
+def hand_over(
+    role: Role, *, engine: str = "ours", num_looks: int = 3, min_tokens: int = 0, blocks: Any = None
+) -> HandOver:
     given: Any = Engine(num_looks=num_looks)
     given.prefix_root = engine
-    return HandOver(role, given, min_tokens)
+    return HandOver(role, given, min_tokens, blocks=blocks)
 
 
 def test_a_prefill_worker_gives_one_token_once_the_prompt_is_written() -> None:
@@ -179,9 +195,11 @@ def test_a_prefill_worker_passes_short_prompts_on() -> None:
 class Room:
     """Number 7 of a prefill worker, and a decode worker that reads its prompt; both in the test's event loop."""
 
-    def __init__(self, *, engine: str = "ours", num_looks: int = 10**9) -> None:
-        self.prefill = hand_over("prefill")
-        self.decode = hand_over("decode", engine=engine, num_looks=num_looks)
+    def __init__(
+        self, *, engine: str = "ours", num_looks: int = 10**9, sender: Any = None, receiver: Any = None
+    ) -> None:
+        self.prefill = hand_over("prefill", blocks=sender)
+        self.decode = hand_over("decode", engine=engine, num_looks=num_looks, blocks=receiver)
         self.is_stopped = False
         self.num_cancelled = 0
         self.request: dict[str, Any] = {}
@@ -313,6 +331,80 @@ def test_a_decode_worker_takes_prompts_of_its_own_engine_alone() -> None:
     worker = hand_over("decode")
     assert worker.taken({"token_ids": [1], "bootstrap_info": {}}) == {"token_ids": [1]}
     assert asyncio.run(worker.given([1], salt="", reason="stop")) == {}
+
+
+@pytest.fixture
+def over_nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BlockSender, BlockReceiver]]:
+    """Memory of two workers, for four blocks of 100 bytes."""
+    pytest.importorskip("nixl_cu13", reason="needs the extra 'nixl'")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    sender, receiver = BlockSender(450), BlockReceiver(100)
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["as they come", "all at once"])
+def test_a_decode_worker_learns_of_blocks_in_memory(
+    over_nixl: tuple[BlockSender, BlockReceiver], monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """They are held until some time after the end of the room, whenever the decode worker comes."""
+    sender, receiver = over_nixl
+    monkeypatch.setattr(rooms, "_HELD_S", 0.5)
+    monkeypatch.setattr(nixl_blocks, "_ROOM_S", 0.1)
+    ours, part = Block(key=b"key", is_state=False, groups=1), bytearray(100)
+
+    def is_held() -> bool:
+        others = [Block(key=b"%d" % number, is_state=False, groups=1) for number in range(8)]
+        return not all(sender.write(other, [bytes(100)]) for other in others)
+
+    async def run() -> None:
+        async with Room(sender=sender, receiver=receiver) as room:
+            early = None if is_late else room.reading()
+            with room.computing():
+                await room.prefill.read(room.request, [1, 2, 3], salt="s", is_stopped=lambda: False)
+                assert await asyncio.to_thread(sender.write, ours, [bytes(range(100))])
+                await room.until(lambda: is_late or receiver.find(b"key"))
+                await asyncio.sleep(0)
+            await asyncio.wait_for(early or room.reading(), 5)
+            assert receiver.find(b"key") == [ours]
+            assert await asyncio.to_thread(is_held)
+            assert await asyncio.to_thread(receiver.read, ours, [memoryview(part)]) and part == bytes(range(100))
+            await asyncio.sleep(0.6)
+            assert not await asyncio.to_thread(is_held)
+
+    asyncio.run(run())
+
+
+def test_workers_get_blocks_in_the_same_way(over_nixl: tuple[BlockSender, BlockReceiver]) -> None:
+    async def run() -> None:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"sender": over_nixl[0]}, "ours, found ours over NIXL"),
+            ({"receiver": over_nixl[1]}, "ours over NIXL, found ours"),
+        ]
+        for blocks, expected in cases:
+            async with Room(**blocks) as room:
+                with room.computing():
+                    reading = room.reading()
+                with pytest.raises(RequestError, match=expected):
+                    await asyncio.wait_for(reading, 5)
+
+    asyncio.run(run())
+
+
+def test_nixl_needs_its_package_and_memory_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands' tests have the other refusals."""
+    runtime = RuntimeConfig(host_cache_bytes=1 << 20)
+    monkeypatch.setattr(nixl_blocks, "find_spec", {}.get)
+    with pytest.raises(ConfigError, match="NIXL: expected the packages of the extra 'nixl', found no nixl_cu13"):
+        runtime_of("decode", runtime, "nixl")
+    nodes = runtime.replaced(nnodes=2, master_addr="10.0.0.1")
+    with pytest.raises(ConfigError, match="--transfer-backend nixl: expected ranks on one node, found 2 nodes"):
+        runtime_of("prefill", nodes, "nixl")
+    monkeypatch.setattr(nixl_blocks, "find_spec", lambda name: name)
+    assert runtime_of("prefill", runtime, "nixl") is runtime
+    with pytest.raises(ConfigError, match="--transfer-bytes: expected 4 blocks of 100 bytes or more, found 399 bytes"):
+        _blocks("prefill", 399, "name", 100)
 
 
 def test_a_role_needs_the_directory_that_both_share() -> None:
