@@ -23,8 +23,7 @@ from software_gpu.runtime.library import environment
 GPUS: Final = ("h200", "b300")
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 HEADER: Final = (
-    "| recipe | GPU | ranks | weights GiB | peak GiB | in tensors | graphs | launches of a step: plain, mixed "
-    "| from the host | host ms per step: plain, mixed | compiled, waits while serving | problems | bytes left |"
+    "| recipe | ranks | weights GiB | peak GiB, H200 | peak GiB, B300 | launches of a step: plain, mixed | faults |"
 )
 
 
@@ -66,37 +65,43 @@ def serve_all(reports: Path, *options: str) -> None:
 
 def table(reports: Path) -> str:
     rows = []
-    for recipe, gpu in runs():
-        path = reports / f"{recipe.name}.{gpu}.json"
-        if path.exists():
-            rows.append(f"| {' | '.join(_cells(recipe.name, gpu.upper(), json.loads(path.read_text())))} |")
+    for recipe in recipes():
+        paths = {gpu: reports / f"{recipe.name}.{gpu}.json" for gpu in GPUS}
+        found = {gpu: json.loads(path.read_text()) for gpu, path in paths.items() if path.exists()}
+        if found:
+            rows.append(f"| {' | '.join(_cells(recipe.name, found))} |")
     return "\n".join([HEADER, "|---" * (HEADER.count("|") - 1) + "|", *rows])
 
 
-def _cells(name: str, gpu: str, report: dict[str, Any]) -> list[str]:
+def _cells(name: str, reports: dict[str, dict[str, Any]]) -> list[str]:
+    """Cells of a recipe; weights and launches are those of the first GPU that serves it."""
+    served = [report for report in reports.values() if "refused" not in report]
+    ranks, weights, launches = "-", "-", "-"
+    if served:
+        first = served[0]
+        ranks, weights = str(first["num_ranks"]), f"{first['memory_gib']['weights']:.1f}"
+        launches = ", ".join(f"{first['serving'][part]['decode']['num_on_device']:.0f}" for part in ("plain", "mixed"))
+    faults = ", ".join(dict.fromkeys(fault for report in served for fault in _faults(report)))
+    return [f"`{name}`", ranks, weights, *(_peak(reports.get(gpu)) for gpu in GPUS), launches, faults or "none"]
+
+
+def _peak(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return "-"
     if "refused" in report:
-        return [f"`{name}`", gpu, *["-"] * 10, "refused by name"]
-    plain, mixed = (report["serving"][part] for part in ("plain", "mixed"))
-    graphs = str(report["num_graphs"]) + (" (few)" if report["shapes"] == "few" else "")
-    return [
-        f"`{name}`",
-        gpu,
-        str(report["num_ranks"]),
-        f"{report['memory_gib']['weights']:.1f}",
-        f"{report['peak_gib']:.1f} of {report['gpu_gib']:.1f}",
-        f"{report['tensors_gib']:.1f}",
-        graphs,
-        _both(plain, mixed, "num_on_device", ".0f"),
-        _both(plain, mixed, "num_from_host", ".0f"),
-        _both(plain, mixed, "host_ms", ".1f"),
-        f"{plain['num_compiled'] + mixed['num_compiled']}, {plain['num_waits'] + mixed['num_waits']}",
-        str(len(report["problems"])),
-        str(report["left_bytes"]),
-    ]
+        return "refused"
+    return f"{report['peak_gib']:.1f} of {report['gpu_gib']:.1f}"
 
 
-def _both(plain: dict[str, Any], mixed: dict[str, Any], kind: str, form: str) -> str:
-    return ", ".join(format(part["decode"][kind], form) for part in (plain, mixed))
+def _faults(report: dict[str, Any]) -> list[str]:
+    parts = [report["serving"][part] for part in ("plain", "mixed")]
+    counts = {
+        "compiled": sum(part["num_compiled"] for part in parts),
+        "waits": sum(part["num_waits"] for part in parts),
+        "problems": len(report["problems"]),
+        "bytes left": report["left_bytes"],
+    }
+    return [f"{count} {name}" for name, count in counts.items() if count]
 
 
 def main() -> int:
