@@ -1,13 +1,13 @@
 """Layouts of a node for targets with experts, as `dflash-trt plan` has them: the table of docs/scaling.md.
 
-PYTHONPATH=. python scripts/node_layouts.py [GPU]
+PYTHONPATH=. python scripts/node_layouts.py [GPU ...]
 
 Config files are the publishers' where aiconfigurator-core is installed, as in tests. Without a GPU nothing is measured.
 """
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -48,32 +48,36 @@ def _found(pair: PairSpecs, gpu: str, lengths: Lengths) -> dict[str, Layout]:
     return {layout.name: layout for layout in found if layout.format is None and not layout.num_prefill_workers}
 
 
-def _rows(target: str, drafter: str | None, gpu: str, root: Path) -> Iterator[str]:
+def _rows(target: str, drafter: str | None, gpus: Sequence[str], root: Path) -> Iterator[str]:
     pair = read_pair(write_config(root, target), None if drafter is None else write_config(root, drafter))
     lengths = _SHORT_LENGTHS if pair.target.max_position_embeddings <= _MOST_DENSE_TOKENS else _LENGTHS
-    found = _found(pair, gpu, lengths)
+    found = {gpu: _found(pair, gpu, lengths) for gpu in gpus}
     for name in _NAMES:
-        cells = [target.partition("/")[2], gpu.upper(), name]
-        if name not in found:
-            yield f"| {' | '.join((*cells, '-', *['-'] * len(_GOALS)))} |"
-            continue
-        layout = found[name]
-        cells.append(f"{layout.num_replicas * layout.made.num_kv_tokens / 1e6:.2f} M")
-        for per_user in _GOALS:
-            goal = Goal(num_gpus=GPUS_PER_NODE, lengths=lengths, per_user=per_user)
-            best = choices([layout], goal)
-            cells.append(f"{best[0].speed.output_tok_per_s:,.0f}" if best else "-")
-        yield f"| {' | '.join(cells)} |"
+        if any(name in of_gpu for of_gpu in found.values()):
+            cells = [_cell(of_gpu.get(name), lengths) for of_gpu in found.values()]
+            yield f"| {target.partition('/')[2]} | {name} | {' | '.join(cells)} |"
+
+
+def _cell(layout: Layout | None, lengths: Lengths) -> str:
+    """K/V tokens, and tok/s for each goal."""
+    if layout is None:
+        return "-"
+    speeds = []
+    for per_user in _GOALS:
+        best = choices([layout], Goal(num_gpus=GPUS_PER_NODE, lengths=lengths, per_user=per_user))
+        speeds.append(f"{best[0].speed.output_tok_per_s:,.0f}" if best else "-")
+    return f"{layout.num_replicas * layout.made.num_kv_tokens / 1e6:.2f} M: {'; '.join(speeds)}"
 
 
 def main() -> int:
-    gpu = sys.argv[1] if len(sys.argv) > 1 else "h200"
-    goals = (f"tok/s at {per_user:g} per user" for per_user in _GOALS)
-    print(f"| target | 8 x | layout | K/V tokens | {' | '.join(goals)} |")
-    print(f"|---|---|---|---{'|---' * len(_GOALS)}|")
+    gpus = sys.argv[1:] or ["h200", "b300"]
+    goals = ", ".join(f"{per_user:g}" for per_user in _GOALS)
+    columns = (f"8 x {gpu.upper()}: K/V tokens; tok/s at {goals} per user" for gpu in gpus)
+    print(f"| target | layout | {' | '.join(columns)} |")
+    print(f"|---|---{'|---' * len(gpus)}|")
     with tempfile.TemporaryDirectory() as directory:
         for target, drafter in TARGETS:
-            for line in _rows(target, drafter, gpu, Path(directory)):
+            for line in _rows(target, drafter, gpus, Path(directory)):
                 print(line, flush=True)
     return 0
 
