@@ -267,20 +267,38 @@ def summaries(series: Sequence[Series]) -> Iterator[str]:
 
 
 def table(series: Sequence[Series]) -> Iterator[str]:
+    """A row for what an engine of a source served, with a part for each series."""
     held = {id(item) for item in split(series)[1]}
-    yield "| source | engine | target | GPUs | prompt, answer | planned over published tok/s, by clients (K) |"
-    yield "|---|---|---|---|---|---|"
+    yield "| source | engine | target | GPUs | **held out**, fitted, *left out*: prompt/answer, clients (K): ratio |"
+    yield "|---|---|---|---|---|"
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for item in series:
-        lengths = "unsaid" if item.prompt_tokens is None else f"{item.prompt_tokens}, {item.output_tokens}"
-        by_clients = ", ".join(
-            f"{point[0]}{f' ({point[1]})' if point[1] else ''}: {ratio:.2f}"
-            for point, ratio in zip(item.points, ratios(item), strict=True)
-        )
-        role = "held out" if id(item) in held else "left out" if item.left_out else "fitted"
-        target = ", ".join(filter(None, (item.target, item.quantization)))
-        gpus = f"{item.tp_size} x {item.gpu}" + (f" EP {item.ep_size}" if item.ep_size > 1 else "")
-        cells = (f"[{item.source}]({item.url})", item.engine, target, gpus, lengths, f"{role}: {by_clients}")
-        yield f"| {' | '.join(cells)} |"
+        style = "**" if id(item) in held else "*" if item.left_out else ""
+        rows[_cells(item)].append(f"{style}{_lengths(item)}{style} {_by_clients(item)}")
+    for cells, parts in rows.items():
+        yield f"| {' | '.join((*cells, '; '.join(parts)))} |"
+
+
+def _cells(item: Series) -> tuple[str, ...]:
+    target = ", ".join(filter(None, (item.target, item.quantization)))
+    gpus = f"{item.tp_size} x {item.gpu}" + (f" EP {item.ep_size}" if item.ep_size > 1 else "")
+    return (f"[{item.source}]({item.url})", item.engine, target, gpus)
+
+
+def _lengths(item: Series) -> str:
+    return "unsaid" if item.prompt_tokens is None else f"{item.prompt_tokens}/{item.output_tokens}"
+
+
+def _by_clients(item: Series) -> str:
+    """Ratios by clients and K: a range where a series has several data sets."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for point, ratio in zip(item.points, ratios(item), strict=True):
+        found[point[:2]].append(ratio)
+    texts = []
+    for (clients, drafts), values in found.items():
+        least, most = (f"{value:.2f}" for value in (min(values), max(values)))
+        texts.append(f"{clients}{f' ({drafts})' if drafts else ''}: {least}{f' to {most}' if most != least else ''}")
+    return ", ".join(texts)
 
 
 def first_tokens(series: Sequence[Series]) -> Iterator[str]:
