@@ -95,7 +95,7 @@ def _top_outputs(prefix: str, when: Literal["every", "last"], of: str, asked_by:
 def _sampling(row: SamplingField) -> tuple[InputTensor, ...]:
     """The inputs of one sampling parameter."""
     type: TensorType = "UINT64" if row.dtype == "int64" else _TYPES[row.kind]
-    meaning = row.help + _ADDED_MEANING.get(row.name, "")
+    meaning = f"[`{row.name}`](settings.md#sampling)." + _ADDED_MEANING.get(row.name, "")
     if row.trtllm_names is None:
         return (_own(row.name, type, meaning, is_list=row.is_list),)
     return _pair(row.name, type, *row.trtllm_names, meaning, is_list=row.is_list)
@@ -284,8 +284,8 @@ def documentation_tables() -> tuple[str, str]:
         contracts = ", ".join(dict.fromkeys(tensor.contract for tensor in group))
         first = group[0]
         inputs.append(f"| {names} | {first.type}{list(first.dims)} | {contracts} | {first.meaning} |")
-    outputs = ["| output | type | in | meaning |", "|---|---|---|---|"]
+    outputs = ["| output | type | in responses | meaning |", "|---|---|---|---|"]
     for tensor in OUTPUTS:
-        when = f"{tensor.when} response" + (f", with `{tensor.asked_by}`" if tensor.asked_by else "")
+        when = tensor.when + (f", with `{tensor.asked_by}`" if tensor.asked_by else "")
         outputs.append(f"| `{tensor.name}` | {tensor.type}{list(tensor.dims)} | {when} | {tensor.meaning} |")
     return "\n".join(inputs), "\n".join(outputs)
