@@ -22,9 +22,7 @@ from software_gpu.runtime.library import environment
 
 GPUS: Final = ("h200", "b300")
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
-HEADER: Final = (
-    "| recipe | ranks | weights GiB | peak GiB, H200 | peak GiB, B300 | launches of a step: plain, mixed | faults |"
-)
+HEADER: Final = "| recipe | ranks | weights GiB | peak GiB, H200 | peak GiB, B300 | launches of a step: plain, mixed |"
 
 
 def num_ranks(name: str) -> int:
@@ -81,16 +79,16 @@ def _cells(name: str, reports: dict[str, dict[str, Any]]) -> list[str]:
         first = served[0]
         ranks, weights = str(first["num_ranks"]), f"{first['memory_gib']['weights']:.1f}"
         launches = ", ".join(f"{first['serving'][part]['decode']['num_on_device']:.0f}" for part in ("plain", "mixed"))
-    faults = ", ".join(dict.fromkeys(fault for report in served for fault in _faults(report)))
-    return [f"`{name}`", ranks, weights, *(_peak(reports.get(gpu)) for gpu in GPUS), launches, faults or "none"]
+    return [f"`{name}`", ranks, weights, *(_peak(reports.get(gpu)) for gpu in GPUS), launches]
 
 
 def _peak(report: dict[str, Any] | None) -> str:
+    """The peak and faults, if any."""
     if report is None:
         return "-"
     if "refused" in report:
         return "refused"
-    return f"{report['peak_gib']:.1f} of {report['gpu_gib']:.1f}"
+    return ", ".join((f"{report['peak_gib']:.1f}", *_faults(report)))
 
 
 def _faults(report: dict[str, Any]) -> list[str]:
