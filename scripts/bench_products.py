@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 taskset -c 1 python -m scripts.bench_products
 
-Sides take turns; the best CPU time of seven rounds. Activations of integers are quantized by our kernel in its time,
+Sides take turns; the best CPU time of all rounds. Activations of integers are quantized by our kernel in its time,
 and before it for oneDNN, whose bfloat16 needs AVX-512: without, its column is missing.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,6 @@ from dflash_trt.network.ops import Linear
 
 SHAPES = ((2048, 384), (384, 1024), (6144, 1024), (1024, 3072))  # outputs, inputs: the demo's and Qwen3-0.6B's
 ROWS = (8, 64, 240, 512)
-NUM_ROUNDS = 7
 
 
 def sides_of(kernels: CpuKernels, weight: Tensor, x: Tensor) -> dict[str, Callable[[], Any]]:
@@ -50,6 +50,9 @@ def sides_of(kernels: CpuKernels, weight: Tensor, x: Tensor) -> dict[str, Callab
 
 @torch.inference_mode()
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    num_rounds = parser.parse_args().rounds
     kernels = cpu_kernels()
     assert isinstance(kernels, CpuKernels), kernels
     torch.manual_seed(0)
@@ -57,7 +60,7 @@ def main() -> None:
         for num_rows in ROWS:
             sides = sides_of(kernels, torch.randn(num_out, num_in), torch.randn(num_rows, num_in))
             best = dict.fromkeys(sides, float("inf"))
-            for _ in range(NUM_ROUNDS):
+            for _ in range(num_rounds):
                 for name, run in sides.items():
                     began = time.process_time()
                     run()

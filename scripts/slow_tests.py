@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests/slow_tests.txt"
 MAX_CASE_S, MAX_TEST_S = 2.5, 11.0
 NEEDED = (  # whatever they take: nothing else shows what they do
+    "tests/docs/test_commands.py::test_commands_run[docs/simulation.md]",
+    "tests/docs/test_commands.py::test_commands_run[docs/start_gpu.md]",
+    "tests/docs/test_commands.py::test_commands_run[docs/start_laptop.md]",
     "tests/docs/test_models.py::test_the_page_is_what_the_back_ends_say_now",
+    "tests/docs/test_published_speeds.py::test_every_tenth_series_is_planned_as_the_page_says",
+    "tests/docs/test_site.py::test_every_page_is_in_the_navigation",
     "tests/scheduler/test_scheduler_laws.py::TestServing::runTest",
     "tests/servers/dynamo/test_lifecycle.py::test_a_killed_replica_loses_only_its_requests_and_comes_back",
     "tests/servers/dynamo/test_lifecycle.py::test_every_socket_listens_on_loopback",
