@@ -14,16 +14,14 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.specs import PairSpecs
-from dflash_trt.checkpoint.tensors import listed
 from dflash_trt.compile.calibration import Advance, calibrate_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import FloatDType, torch_dtype
-from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model import draft as models
 from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
 from dflash_trt.engine_dir.provenance import ComponentBytes
-from dflash_trt.formats.registry import weight_formats
 from dflash_trt.quantize.calibrate import cache_key, modelopt_version, read_cached, write_cached
 from dflash_trt.quantize.calibrate_prompts import calibration_prompts
 from dflash_trt.quantize.hardware import require_hardware
@@ -49,21 +47,9 @@ def plan_quantization(config: BuildConfig, pair: PairSpecs, *, capability: tuple
     """
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
     raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, config.mapping))
-    if config.deterministic:
-        raise_all(ConfigError, "deterministic", list(_tile_problems(plan)))
     if capability is not None:
         require_hardware(plan.formats, capability)
     return plan
-
-
-def _tile_problems(plan: QuantizationPlan) -> Iterator[str]:
-    """A format of tokens that are quantized has no node with fixed tiles in a TensorRT engine."""
-    for known in weight_formats().values():
-        names = [name for name, format_name in plan.formats.items() if format_name == known.name]
-        if known.has_token_scales and names:
-            expected, found = f"other formats than {known.name}", f"{known.name} in {listed(names)}"
-            hint = f"Build with --backend torch, where {known.name} is exact, or leave deterministic out."
-            yield problem("linear layers", expected=expected, found=found, hint=hint)
 
 
 def calibrate(

@@ -6,11 +6,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.int8_linear import int8_linear_kernel, token_codes_kernel
 from dflash_trt.kernels.launching import FLOATS, check_tensor
 
 BLOCK: Final = 1024  # columns that a program of codes holds at once
-TILES: Final = ((16, 64), (32, 64), (64, 64), (128, 128))  # tokens x output features: for few rows and for many
+TILES: Final = {  # output features of a tile by its tokens: for few rows and for many
+    launch_rules.MIN_INT8_TOKENS: 64,
+    launch_rules.MID_INT8_TOKENS: 64,
+    launch_rules.FULL_INT8_TOKENS: 64,
+    launch_rules.MAX_INT8_TOKENS: 128,
+}
 BLOCK_IN: Final = 128
 NUM_STAGES: Final = 4
 
@@ -65,8 +71,9 @@ def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:  # F [N, in] -> int8 [N, in
 
 
 def tile_of(num_rows: int) -> tuple[int, int]:
-    """The smallest tile that holds all rows, or the largest there is."""
-    return next((tile for tile in TILES if tile[0] >= num_rows), TILES[-1])
+    """Tokens and output features."""
+    tokens = launch_rules.int8_tile_tokens(num_rows=num_rows)
+    return tokens, TILES[tokens]
 
 
 def num_warps(features: int) -> int:

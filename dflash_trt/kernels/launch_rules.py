@@ -30,6 +30,11 @@ MIN_DIRECT_ROWS: Final = 64  # rows of a starting prompt: fewer do not fill a ti
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32
 MAX_TILE_TOKENS: Final = 64
+# Rows of a tile of a linear layer of integers.
+MIN_INT8_TOKENS: Final = 16
+MID_INT8_TOKENS: Final = 32
+FULL_INT8_TOKENS: Final = 64
+MAX_INT8_TOKENS: Final = 128
 MAX_GRID_Y: Final = 65_535  # programs of a launch along y
 PLAN_WORDS: Final = 8  # int32, of an item of a plan of attention
 PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # forms of packed weights; from MXFP4 on a byte has two codes
@@ -132,6 +137,19 @@ def tile_tokens(*, num_entries: int, num_experts: int, widens_weights: int) -> i
         else MID_TILE_TOKENS
         if MID_TILE_TOKENS * num_experts >= num_entries
         else MAX_TILE_TOKENS
+    )
+
+
+def int8_tile_tokens(*, num_rows: int) -> int:
+    """Rows of a tile of a linear layer of integers: the fewest that hold all, or the most there are."""
+    return (
+        MIN_INT8_TOKENS
+        if num_rows <= MIN_INT8_TOKENS
+        else MID_INT8_TOKENS
+        if num_rows <= MID_INT8_TOKENS
+        else FULL_INT8_TOKENS
+        if num_rows <= FULL_INT8_TOKENS
+        else MAX_INT8_TOKENS
     )
 
 

@@ -26,7 +26,7 @@ from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.latent_variants import LatentKernels
-from plugins.aot.linear_variants import LinearKernels, linears_of, max_norm_columns, norm_variants
+from plugins.aot.linear_variants import Int8LinearKernels, LinearKernels, linears_of, max_norm_columns, norm_variants
 from plugins.aot.page_variants import page_write_variant, previous_rows_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
@@ -60,8 +60,8 @@ class EngineKernels:
     feature_size: int | None = None  # of a chain's rows in pages
     latents: tuple[LatentKernels, ...] = ()
     is_deterministic: bool = False
-    linears: tuple[LinearKernels, ...] = ()  # of a deterministic engine, as the next one
-    max_norm_columns: int = 0
+    linears: tuple[LinearKernels | Int8LinearKernels, ...] = ()
+    max_norm_columns: int = 0  # of a deterministic engine
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits, *, is_deterministic: bool = False) -> Self:
@@ -89,7 +89,7 @@ class EngineKernels:
             feature_size=next((state.width for state in states.draft if isinstance(state, PagedRows)), None),
             latents=tuple(sorted(set(_latents(config.target, states.target, limits, is_split_fixed=is_deterministic)))),
             is_deterministic=is_deterministic,
-            linears=tuple(sorted(set(linears_of(config)))) if is_deterministic else (),
+            linears=tuple(dict.fromkeys(linears_of(config, is_deterministic=is_deterministic))),
             max_norm_columns=max_norm_columns(config.target) if is_deterministic else 0,
         )
 

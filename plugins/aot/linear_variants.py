@@ -1,4 +1,4 @@
-"""Variants of the kernels of linear layers and norms to compile ahead of time, with fixed tiles.
+"""Variants of the kernels of linear layers and norms to compile ahead of time, with fixed tiles or of integers.
 
 Sizes of layers are compiled in, so that a library has those of the engines that it is made for alone.
 """
@@ -17,8 +17,11 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.kernels import launch_rules
+from dflash_trt.kernels import int8_linear_launch, launch_rules
+from dflash_trt.kernels.int8_linear import int8_linear_kernel, token_codes_kernel
+from dflash_trt.kernels.int8_linear_launch import TILES, Int8Matrix, int8_linear_constants, num_warps
 from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.norm import rms_norm_kernel
 from dflash_trt.kernels.norm_launch import norm_warps
@@ -38,6 +41,7 @@ from dflash_trt.network.step import Network
 from plugins.aot.experts_variants import BYTES, E4M3, FLOATS, MatrixKernels
 from plugins.aot.variant import KernelVariant, pointer
 
+_INT8: Final = pointer(torch.int8)
 _MIN_NORM_BLOCK: Final = 64
 
 
@@ -80,15 +84,60 @@ class LinearKernels:
         )
 
 
-def linears_of(config: PretrainedConfig) -> Iterator[LinearKernels]:
-    """Those of the target. Biases of results that are summed over ranks are rank 0's alone."""
+@dataclass(frozen=True, kw_only=True)
+class Int8LinearKernels:
+    """The linear layers of integers of one size, in every tile that a step takes."""
+
+    out_size: int
+    in_size: int
+    has_bias: bool
+
+    def variants(self, dtype_name: FloatDType) -> Iterator[KernelVariant]:
+        dtype = torch_dtype(dtype_name)
+        yield _token_codes(dtype)
+        scale = torch.empty(self.out_size, device="meta")
+        codes = torch.empty((self.out_size, self.in_size), dtype=torch.int8, device="meta")
+        matrix = Int8Matrix(codes=codes, weight_scale=scale, bias=scale if self.has_bias else None)
+        for tokens, features in TILES.items():
+            size = f"{self.in_size}x{self.out_size}"
+            yield KernelVariant(
+                name=f"int8_linear_{dtype_name}{'_bias' if self.has_bias else ''}_{size}_t{tokens}",
+                kernel=int8_linear_kernel,
+                signature={
+                    "x": _INT8,
+                    "x_scale": FLOATS,
+                    "codes": _INT8,
+                    "weight_scale": FLOATS,
+                    **dict.fromkeys(("bias", "out"), pointer(dtype)),
+                    "num_rows": "i32",
+                },
+                constexprs=int8_linear_constants(matrix, tile=(tokens, features)),
+                num_warps=num_warps(features),
+                num_stages=int8_linear_launch.NUM_STAGES,
+                has_fp_fusion=False,
+                grid=(f"(num_rows + {tokens - 1}) / {tokens}", str(-(-self.out_size // features)), "1"),
+            )
+
+
+def linears_of(config: PretrainedConfig, *, is_deterministic: bool) -> Iterator[LinearKernels | Int8LinearKernels]:
+    """Layers of integers, and of a deterministic engine all others of the target.
+
+    Biases of results that are summed over ranks are rank 0's alone.
+    """
     for rank in {0, config.mapping.world_size - 1}:
         of_rank = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-        for linear in _linears(_bound(of_rank)):
-            yield from _kernels_of(linear)
+        network = _bound(of_rank)
+        for weights in (network.target_weights, network.drafter):
+            for linear in _linears(weights):
+                if isinstance(linear.weight, Int8Weight):
+                    out_size, in_size = linear.weight.codes.shape
+                    has_bias = linear.bias is not None
+                    yield Int8LinearKernels(out_size=out_size, in_size=in_size, has_bias=has_bias)
+                elif is_deterministic and weights is network.target_weights:
+                    yield from _kernels_of(linear)
 
 
-def _linears(network: Network[torch.Tensor]) -> list[Linear[torch.Tensor]]:
+def _linears(weights: object) -> list[Linear[torch.Tensor]]:
     found: list[Linear[torch.Tensor]] = []
 
     def find(linear: Linear[torch.Tensor]) -> Linear[torch.Tensor]:
@@ -98,7 +147,7 @@ def _linears(network: Network[torch.Tensor]) -> list[Linear[torch.Tensor]]:
             found.append(linear)
         return linear
 
-    map_linears(network.target_weights, find)
+    map_linears(weights, find)
     return found
 
 
@@ -185,4 +234,17 @@ def _quantize_rows(dtype: torch.dtype, form: int) -> KernelVariant:
         num_warps=4,
         num_stages=1,
         grid=("num_rows", f"(num_columns + {BLOCK - 1}) / {BLOCK}", "1"),
+    )
+
+
+def _token_codes(dtype: torch.dtype) -> KernelVariant:
+    return KernelVariant(
+        name=f"token_codes_{str(dtype).removeprefix('torch.')}",
+        kernel=token_codes_kernel,
+        signature={"x": pointer(dtype), "codes": _INT8, "scales": FLOATS, "num_columns": "i32"},
+        constexprs={"BLOCK": int8_linear_launch.BLOCK},
+        num_warps=4,
+        num_stages=1,
+        has_fp_fusion=False,
+        grid=("num_rows", "1", "1"),
     )

@@ -29,6 +29,7 @@ RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.min_direct_rows,
     launch_rules.row_tiles,
     launch_rules.tile_tokens,
+    launch_rules.int8_tile_tokens,
     launch_rules.max_tiles,
     launch_rules.row_bytes,
     launch_rules.block_row_bytes,

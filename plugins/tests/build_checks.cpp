@@ -296,6 +296,12 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("bias", 0, kLinear + 1, "bias: expected [48]");
         return;
     }
+    if (node.name == "Int8Linear")
+    {
+        refuses("codes", 1, kHidden + 1, "codes: expected [48, 64]");
+        refuses("weight_scale", 0, 1, "weight_scale: expected [48]");
+        return;
+    }
     if (node.name == "RmsNorm")
     {
         refuses("weight", 0, kHidden + 1, "weight: expected [64]");

@@ -23,10 +23,10 @@ struct Node
     std::vector<Tensor> outputs;
     size_t num_launches;
 
-    /// Of an engine that is built with `deterministic`; a served library of another engine has no kernels for it.
+    /// Of an engine that is built with `deterministic` or has integers; a library of another has no kernels for it.
     [[nodiscard]] bool is_deterministic() const
     {
-        return is_tiled() || name == "RmsNorm" || name == "AttendInSplits" || name == "GatedDeltaInOrder"
+        return is_tiled() || name == "Int8Linear" || name == "RmsNorm" || name == "AttendInSplits" || name == "GatedDeltaInOrder"
             || name == "AttendLatentsInSplits";
     }
     /// A program of the first launch has a tile of rows.
@@ -159,6 +159,11 @@ inline std::vector<Node> make_nodes(
                 {"v_factor", {kHeads, kLatentValue, kLatentDim}, f}, pools, positions, token_offsets,
                 per_request("context_lens", i32), page_table},
             {{"attended", {num_tokens, kHeads, kLatentDim}, f}, {"direct", {num_tokens, kHeads, kLatentValue}, f}}, 4},
+        // Sizes of tests/plugins/fixed_cases.py.
+        {"Int8Linear", {{"has_bias", 1}},
+            {{"x", {num_tokens, kHidden}, f}, {"codes", {kLinear, kHidden}, i8}, {"weight_scale", {kLinear}, f32},
+                {"bias", {kLinear}, f}},
+            {{"out", {num_tokens, kLinear}, f}}, 2},
         // Of deterministic engines, over pages of F; sizes of tests/plugins/fixed_cases.py.
         {"Linear", {{"form", 0}, {"has_row_scale", 0}, {"has_input_scale", 0}, {"has_bias", 1}},
             {{"x", {num_tokens, kHidden}, f}, {"codes", {kLinear, kHidden * (f == f32 ? 4 : 2)}, i8},

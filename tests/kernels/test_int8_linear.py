@@ -40,7 +40,7 @@ def test_a_row_that_is_not_finite_has_a_scale_that_is_not() -> None:
 
 
 @pytest.mark.parametrize(("num_in", "has_bias"), [(64, False), (72, True), (300, True)])
-@pytest.mark.parametrize("num_rows", [1, *(tokens for tokens, _ in TILES), 150])
+@pytest.mark.parametrize("num_rows", [1, *TILES, 150])
 def test_a_layer_has_the_bits_of_its_definition(num_rows: int, num_in: int, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(-128, 128, (NUM_OUT, num_in), generator=generator).to(torch.int8)

@@ -44,6 +44,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the t
     "experts, sinks and windows": (EXPERTS, {}),
     "fp8": ({}, {"target": "fp8", "kv_cache": "fp8"}),
     "nvfp4_w4a16": ({}, {"target": "nvfp4_w4a16"}),
+    "int8": ({}, {"target": "int8", "drafter": "int8"}),
     "float32, CPU kernels": ({"head_dim": 32}, {}),
     "gated delta nets": (DELTA, {}),
     "latents": (LATENTS, {}),

@@ -196,12 +196,14 @@ def run_fixed(library: Any, driver: ExecutingDriver, case: FixedCase) -> dict[st
     driver.launched.clear()
     found = library(case.node, inputs, fields)
     launched = list(driver.launched)
+    driver.launched.clear()
     alone = library(case.node, case.alone(inputs), fields)
     scale = max(float(x.abs().max()) for x in expected)
     return {
         "difference": largest_difference(found, expected) / scale,
         "has_same_bits": all(torch.equal(a, b[case.rows]) for a, b in zip(alone, found, strict=True)),
         "launches": launched,
+        "alone": list(driver.launched),
     }
 
 

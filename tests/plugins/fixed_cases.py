@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.cuda.packed import packed_matrix
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.registry import weight_format
 from dflash_trt.kernels import attention_plan
 from dflash_trt.network.ops import Linear
@@ -17,7 +18,7 @@ from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_variants import MatrixKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.latent_variants import LatentKernels
-from plugins.aot.linear_variants import LinearKernels, norm_variants
+from plugins.aot.linear_variants import Int8LinearKernels, LinearKernels, norm_variants
 from plugins.aot.variant import KernelVariant
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.latent_cases import CASES as LATENT_CASES
@@ -45,6 +46,7 @@ class FixedCase:
 def variants(max_requests: int) -> Iterator[KernelVariant]:
     for name in FORMATS:
         yield from _linear_kernels(name).variants("float32")
+    yield from Int8LinearKernels(out_size=OUT, in_size=IN, has_bias=True).variants("float32")
     yield from norm_variants(torch.float32, max_columns=IN)
     geometry = {"dtype": torch.float32, "page_dtype": torch.float32, "head_dim": 16, "has_block": False}
     tile = attention_plan.fixed_tile(STEP.heads // STEP.kv_heads, (16, 64))
@@ -64,6 +66,7 @@ def cases() -> dict[str, FixedCase]:
         for name in FORMATS
     }
     return linears | {
+        "Int8Linear": FixedCase(node="Int8Linear", make=_int8_linear, **of_row),
         "RmsNorm": FixedCase(node="RmsNorm", make=_norm, **of_row),
         "HeadProduct": FixedCase(node="HeadProduct", make=_head_product, **of_row),
         "AttendInSplits": FixedCase(node="AttendInSplits", make=_attention, rows=slice(0, 3), alone=_first_request),
@@ -115,6 +118,14 @@ def _linear(name: str | None) -> tuple[Inputs, Fields, object]:
     }
     flags = {f"has_{name}": int(getattr(matrix, name) is not None) for name in ("row_scale", "input_scale", "bias")}
     return inputs, {"form": matrix.form, **flags}, matrix
+
+
+def _int8_linear() -> tuple[Inputs, Fields, object]:
+    linear = _weight("int8")
+    assert isinstance(linear.weight, Int8Weight)
+    inputs = {"x": _random(NUM_ROWS, IN, seed=2), "codes": linear.weight.codes}
+    inputs |= {"weight_scale": linear.weight.weight_scale, "bias": linear.bias}
+    return inputs, {"has_bias": 1}, None
 
 
 def _norm() -> tuple[Inputs, Fields, object]:

@@ -159,6 +159,7 @@ FIXED_LAUNCHES = {
     "Linear, fp8": ["quantize_rows", "linear"],
     "Linear, nvfp4_w4a16": ["linear"],
     "Linear, int4": ["linear"],
+    "Int8Linear": ["token_codes", "int8_linear"],
     "RmsNorm": ["rms_norm"],
     "HeadProduct": ["head_product"],
     "AttendInSplits": ["rotate_and_store", "attention_plan", "attention", "attention_reduction"],
@@ -174,6 +175,12 @@ def test_nodes_of_deterministic_engines_give_the_same_bits_in_every_step(results
     kernels = FIXED_LAUNCHES[case]
     assert len(found["launches"]) == len(kernels)
     assert all(name.startswith(f"{kernel}_") for name, kernel in zip(found["launches"], kernels, strict=True))
+
+
+def test_a_layer_of_integers_has_the_bits_of_its_definition_in_the_tile_for_its_rows(results: dict[str, Any]) -> None:
+    found = results["fixed"]["Int8Linear"]
+    assert found["difference"] == 0.0
+    assert found["launches"][1].endswith("_t128") and found["alone"][1].endswith("_t16")
 
 
 def test_more_rows_take_larger_tiles_of_experts(results: dict[str, Any]) -> None:

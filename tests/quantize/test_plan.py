@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.compile.quantized import plan_quantization
-from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.config import build_config_from
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationConfig, QuantizationSpec
@@ -135,20 +134,6 @@ def test_int8_takes_as_many_input_features_as_its_sums_hold(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"0\.down: expected at most 65536 input features for int8, found 65537"):
         plan(65537, target="int8")
     assert "target.layers.0.down" not in plan(65537, target="int8", overrides={"*.down": "none"}).formats
-
-
-def test_a_deterministic_tensorrt_engine_takes_no_int8(specs: Any) -> None:
-    """It has no node with fixed tiles."""
-
-    def planned(**fields: Any) -> QuantizationPlan:
-        config = BuildConfig(target="target", quantization=QuantizationConfig(target="int8"), **fields)
-        return plan_quantization(config, specs, capability=None)
-
-    assert "int8" in planned(backend="tensorrt").formats.values()
-    message = "deterministic: linear layers: expected other formats than int8, found int8 in 'target.layers.0.qkv'"
-    with pytest.raises(ConfigError) as raised:
-        planned(backend="tensorrt", deterministic=True)
-    assert message.partition(": ")[2] in str(raised.value)
 
 
 def test_a_checkpoint_that_is_quantized_keeps_its_format(specs: Any) -> None:

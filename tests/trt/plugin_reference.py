@@ -15,6 +15,7 @@ from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.fixed_shapes import in_blocks
 from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
+from dflash_trt.backends.torch.int8_linear import apply_int8
 from dflash_trt.backends.torch.logprobs import score_rows
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
@@ -26,6 +27,7 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import PagedRows
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.formats.fp8 import e4m3
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
 from dflash_trt.kernels.packed_product import FP8
 from dflash_trt.kernels.programs import PROGRAMS
@@ -192,6 +194,10 @@ class PluginReference:
         rows = _rounding(named, fields, "weight")(x["x"].float(), 0, 0)
         out = in_blocks(lambda block: block @ weight.T, rows)
         return [(out + x["bias"].float() if settings["has_bias"] else out).to(x["x"].dtype)]
+
+    def _int8_linear(self, x, settings):
+        weight = Int8Weight(segments=(len(x["codes"]),), codes=x["codes"], weight_scale=x["weight_scale"])
+        return [apply_int8(x["x"], weight, x["bias"] if settings["has_bias"] else None)]
 
     def _rms_norm(self, x, settings):
         rows = x["x"].float()

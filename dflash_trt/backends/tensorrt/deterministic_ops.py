@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor
 from dflash_trt.backends.tensorrt.ops import TrtOps
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.network.ops import Linear
 
 _OF_TARGET: Final = "target."  # canonical names of weights begin with the model's role
@@ -23,7 +24,9 @@ class DeterministicTrtOps(TrtOps):
         self._rank = rank
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
-        return self._lowering.linear(x, linear) if linear.name.startswith(_OF_TARGET) else super().linear(x, linear)
+        if isinstance(linear.weight, Int8Weight) or not linear.name.startswith(_OF_TARGET):
+            return super().linear(x, linear)  # sums of integers are exact
+        return self._lowering.linear(x, linear)
 
     def _head_product(self, x: ITensor, factor: ITensor, *, is_transposed: bool = False) -> ITensor:
         return self._lowering.head_product(x, self._layers.transpose(factor, (0, 2, 1)) if is_transposed else factor)

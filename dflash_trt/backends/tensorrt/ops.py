@@ -21,6 +21,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
@@ -82,6 +83,8 @@ class TrtOps(DrafterOps, LatentOps):
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
         layers = self._layers
+        if isinstance(linear.weight, Int8Weight):
+            return self._lowering.int8_linear(x, linear.weight, linear.bias)
         if isinstance(linear.weight, QuantizedWeight):
             out = quantized_linear(layers, x, linear.weight)
         else:

@@ -18,6 +18,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
 from dflash_trt.kernels.programs import (
     ATTEND_DRAFT,
@@ -30,6 +31,7 @@ from dflash_trt.kernels.programs import (
     GATED_DELTA,
     GATED_DELTA_IN_ORDER,
     HEAD_PRODUCT,
+    INT8_LINEAR,
     LINEAR,
     NAMESPACE,
     PREVIOUS_ROWS,
@@ -203,6 +205,14 @@ class PluginLowering:
     def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
         fields: dict[str, float] = {"state": self._indices[cache.spec.name], "page_size": self._page_size}
         return self._node(PREVIOUS_ROWS, {"x": x, "state_pools": self._state_pools}, fields)[0]
+
+    def int8_linear(self, x: ITensor, weight: Int8Weight[HostTensor], bias: HostTensor | None) -> ITensor:
+        """With exact sums: any tile gives the same bits."""
+        layers = self._layers
+        not_read = layers.cast_like(layers.floats([0.0], (1,)), x)
+        given = {"x": x, "codes": layers.tensor(weight.codes), "weight_scale": layers.tensor(weight.weight_scale)}
+        given |= {"bias": not_read if bias is None else layers.tensor(bias)}
+        return self._node(INT8_LINEAR, given, {"has_bias": int(bias is not None)})[0]
 
     def linear(self, x: ITensor, linear: Linear[HostTensor]) -> ITensor:
         """With fixed tiles. Raises BuildError without Triton, whose kernels say how the weights are packed."""

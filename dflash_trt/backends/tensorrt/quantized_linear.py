@@ -14,10 +14,7 @@ from dflash_trt.backends.tensorrt.inspection import linear_mark
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.formats.base import QuantizedWeight, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
-from dflash_trt.formats.int8 import LARGEST, SMALLEST_SCALE, Int8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
-
-_UNIT: Final = 128.0  # a power of two that keeps products of INT8 codes below 1
 
 
 def quantized_linear(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
@@ -69,21 +66,6 @@ def _nvfp4(layers: Layers, x: ITensor, weight: Nvfp4Weight[HostTensor]) -> ITens
     return _weight_only(layers, x, weight)
 
 
-def _int8(layers: Layers, x: ITensor, weight: Int8Weight[HostTensor]) -> ITensor:
-    """Dynamic scales per token, which TensorRT has no quantization for: codes are rounded in float32, and the product
-    is one of numbers in x's dtype that are codes / 128, which every dtype holds; so does float16 their sums.
-    """
-    wide = layers.cast(x, "float32")
-    largest = layers.reduce("MAX", layers.unary("ABS", wide), 1)
-    scale = layers.binary("MAX", layers.binary("DIV", largest, float(LARGEST)), SMALLEST_SCALE)
-    codes = layers.clamp(layers.unary("ROUND", layers.binary("DIV", wide, scale)), -LARGEST, LARGEST)
-    narrow = layers.cast_like(layers.binary("PROD", codes, 1 / _UNIT), x)
-    matrix = layers.dequantize(layers.tensor(weight.codes), layers.floats([1 / _UNIT]), x.dtype)
-    sums = layers.cast(layers.matmul(narrow, matrix, is_b_transposed=True), "float32")
-    of_rows = layers.binary("PROD", sums, layers.reshape(layers.tensor(weight.weight_scale), (1, -1)))
-    return layers.cast_like(layers.binary("PROD", of_rows, layers.binary("PROD", scale, _UNIT**2)), x)
-
-
 def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
     """x @ weight.T, marked for the engine inspector."""
     none, transpose = layers.trt.MatrixOperation.NONE, layers.trt.MatrixOperation.TRANSPOSE
@@ -96,6 +78,5 @@ def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
 GEMMS: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor, Any], ITensor]]] = {
     **dict.fromkeys(DEQUANTIZE, _weight_only),
     Fp8Weight: _fp8,
-    Int8Weight: _int8,
     Nvfp4Weight: _nvfp4,
 }

@@ -18,6 +18,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.kernels.launch_rules import MAX_HEAD_DIM
 
 
@@ -58,7 +59,9 @@ def unsupported_problems(
         *_head_problems(target, hint=back),
     ]
     hint = "Build with one of these formats, or with --backend torch."
-    problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
+    problems = list(
+        unsupported_formats(quantization, lambda known: known.weight_type in (*GEMMS, Int8Weight), hint=hint)
+    )
     if quantization is not None:
         alone, is_computed = experts_of(quantization), lambda known: not known.has_token_scales
         other = "Set experts to one of these formats, or build with --backend torch."

@@ -10,7 +10,7 @@ from dflash_trt.kernels.programs.collectives import ALL_GATHER, ALL_REDUCE, ALL_
 from dflash_trt.kernels.programs.experts import EXPERTS
 from dflash_trt.kernels.programs.gated_delta import GATED_DELTA, GATED_DELTA_IN_ORDER
 from dflash_trt.kernels.programs.latents import ATTEND_LATENTS, ATTEND_LATENTS_IN_SPLITS, HEAD_PRODUCT
-from dflash_trt.kernels.programs.linear import LINEAR, RMS_NORM
+from dflash_trt.kernels.programs.linear import INT8_LINEAR, LINEAR, RMS_NORM
 from dflash_trt.kernels.programs.pages import (
     ATTEND_DRAFT,
     ATTEND_IN_SPLITS,
@@ -34,6 +34,7 @@ __all__ = [
     "GATED_DELTA",
     "GATED_DELTA_IN_ORDER",
     "HEAD_PRODUCT",
+    "INT8_LINEAR",
     "LINEAR",
     "NAMESPACE",
     "PREVIOUS_ROWS",
@@ -62,6 +63,7 @@ PROGRAMS: Final = (
     ALL_GATHER,
     REDUCE_SCATTER,
     ALL_TO_ALL,
+    INT8_LINEAR,
     LINEAR,
     RMS_NORM,
     ATTEND_IN_SPLITS,

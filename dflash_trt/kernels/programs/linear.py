@@ -1,4 +1,7 @@
-"""A linear layer and a norm whose rows have the same bits in every step: for engines built with `--deterministic`."""
+"""Linear layers of integers; a linear layer of fixed tiles and a norm, for engines built with `--deterministic`.
+
+A row of any of them has the same bits in every step.
+"""
 
 from typing import Final
 
@@ -62,6 +65,37 @@ LINEAR: Final = Program(
                     },
                 ),
                 arguments={"x": "x_codes if has_input_scale == 1 else x"},
+            ),
+        ),
+    ),
+)
+INT8_LINEAR: Final = Program(
+    name="Int8Linear",
+    inputs=(
+        TensorRule("x", "F [N, C]"),
+        TensorRule("codes", "int8 [O, C]"),
+        TensorRule("weight_scale", "float32 [O]"),
+        TensorRule("bias", "F [O]", when="has_bias == 1"),
+    ),
+    outputs=(TensorRule("out", "F [N, O]"),),
+    fields=(flag("has_bias"),),
+    stage=Stage(
+        sizes={"tokens": "int8_tile_tokens(N)"},
+        scratch={"x_codes": "N * C", "x_scale": "4 * N"},
+        arguments={"num_rows": "N", "num_columns": "C"},
+        launches=(
+            Launch(
+                kernel=Kernel(name="token_codes_kernel", types={"x": "F"}),
+                arguments={"codes": "x_codes", "scales": "x_scale"},
+            ),
+            Launch(
+                kernel=Kernel(
+                    name="int8_linear_kernel",
+                    types={"out": "F"},
+                    equal={"IN": "C", "OUT_SIZE": "O", "HAS_BIAS": "has_bias"},
+                    sized={"TOKENS": "tokens"},
+                ),
+                arguments={"x": "x_codes"},
             ),
         ),
     ),
