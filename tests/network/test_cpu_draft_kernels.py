@@ -1,4 +1,4 @@
-"""The CPU kernels of DFlash2's ops against the same ops in PyTorch, in every instruction set of this machine."""
+"""The CPU kernels of DFlash2's ops against the same ops in PyTorch, in every instruction set."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.dflash2 import most_likely
-from dflash_trt.backends.torch.native.build import instruction_sets, library_path
-from dflash_trt.backends.torch.native.library import Candidates, CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.library import Candidates, CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
@@ -20,11 +19,6 @@ if isinstance(found := cpu_kernels(), NoKernels):
     pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
 
 REQUESTS, K, VOCAB, RANK = 3, 4, 101, 37
-
-
-@pytest.fixture(scope="module", params=instruction_sets())
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return load_kernels(library_path(request.param))
 
 
 def make_ops(

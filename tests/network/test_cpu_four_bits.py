@@ -1,4 +1,4 @@
-"""Weights of four bits on the CPU kernels against their formats, in every instruction set of this machine."""
+"""Weights of four bits on the CPU kernels against their formats, in every instruction set."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear
-from dflash_trt.backends.torch.native.build import instruction_sets, library_path
 from dflash_trt.backends.torch.native.four_bits import PackedFourBits, four_bit_linear
-from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.executor import opening
 from dflash_trt.formats.base import QuantizedWeight
@@ -23,11 +22,6 @@ if isinstance(found := cpu_kernels(), NoKernels):
 FORMATS = ["int4", "mxfp4", "nvfp4_w4a16"]
 SHAPES = [(32, 64), (96, 32), (70, 160), (256, 384), (1, 96)]  # also of panels that are not full
 ROWS = [1, 2, 3, 5, 8, 12, 13, 70]
-
-
-@pytest.fixture(scope="module", params=instruction_sets())
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return load_kernels(library_path(request.param))
 
 
 @pytest.fixture(autouse=True)

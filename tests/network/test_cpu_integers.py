@@ -1,4 +1,4 @@
-"""Integers of eight bits on the CPU kernels against PyTorch's, in every instruction set of this machine."""
+"""Integers of eight bits on the CPU kernels against PyTorch's, in every instruction set."""
 
 from dataclasses import replace
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.int8_linear import apply_int8
-from dflash_trt.backends.torch.native.build import instruction_sets, library_path
-from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.linear import PanelLinear, integer_linear
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.formats.int8 import MAX_COLUMNS, Int8Weight
@@ -21,11 +20,6 @@ if isinstance(found := cpu_kernels(), NoKernels):
 
 SHAPES = [(32, 64), (96, 33), (70, 161), (256, 384), (1, 1), (512, 3)]  # also of panels and groups that are not full
 ROWS = [1, 2, 3, 5, 8, 9, 13, 70, 300]
-
-
-@pytest.fixture(scope="module", params=instruction_sets())
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return load_kernels(library_path(request.param))
 
 
 @pytest.fixture(autouse=True)

@@ -23,13 +23,19 @@ _LOG = logging.getLogger(__name__)
 
 _SOURCES: Final = Path(__file__).parent / "src"
 _AVX512: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma")
-# By instruction set, best first: what /proc/cpuinfo must list. The compiler uses these and no others.
-_INSTRUCTION_SETS: Final = {
-    "avx512bf16": ("avx512_bf16", "avx512_vnni", *_AVX512),
-    "avx512vnni": ("avx512_vnni", *_AVX512),
-    "avx512": _AVX512,
-    "avx2": ("avx2", "fma"),
+# By machine and instruction set, best first: what /proc/cpuinfo must list. The compiler uses these and no others.
+_INSTRUCTION_SETS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "x86_64": {
+        "avx512bf16": ("avx512_bf16", "avx512_vnni", *_AVX512),
+        "avx512vnni": ("avx512_vnni", *_AVX512),
+        "avx512": _AVX512,
+        "avx2": ("avx2", "fma"),
+    },
+    "aarch64": {"neon": ("asimd",)},
 }
+_LEAST: Final = {"x86_64": "AVX2 with FMA", "aarch64": "Advanced SIMD (NEON)"}
+# GCC would load ahead of the products, and copy, until a tile needs more than the 32 registers.
+_NEON_FLAGS: Final = ("-march=armv8-a", "-fno-schedule-insns", "-fno-tree-pre")
 # Loops are OpenMP's, but the library names no runtime: it finds the one that PyTorch has loaded, with its threads.
 # A product and a sum are fused where the code says so, and nowhere else: else bits depend on the size of a tile.
 _COMPILE: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
@@ -53,7 +59,7 @@ def library_path(instruction_set: str | None = None) -> Path:
         UnavailableError: this CPU, a missing compiler, a directory that cannot be written, or that others can write.
     """
     instruction_set = instruction_set or instruction_sets()[0]
-    flags = [f"-m{name.replace('_', '')}" for name in _INSTRUCTION_SETS[instruction_set]]
+    flags = _flags(instruction_set)
     path = _cache_dir() / f"cpu-kernels-{instruction_set}-{_key(flags)}.so"
     try:
         if path.parent.exists():
@@ -68,14 +74,15 @@ def library_path(instruction_set: str | None = None) -> Path:
 
 def instruction_sets() -> list[str]:
     """Those of this CPU, best first, at least one. Raises UnavailableError."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in _INSTRUCTION_SETS:
         raise UnsupportedCpuError(
-            f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+            f"they are for Linux on x86-64 and on aarch64, and this is {platform.system()} on {machine}"
         )
     found = _cpu_flags()
-    names = [name for name, needed in _INSTRUCTION_SETS.items() if found.issuperset(needed)]
+    names = [name for name, needed in _INSTRUCTION_SETS[machine].items() if found.issuperset(needed)]
     if not names:
-        raise UnsupportedCpuError("this CPU has no AVX2 with FMA")
+        raise UnsupportedCpuError(f"this CPU has no {_LEAST[machine]}")
     return names
 
 
@@ -84,12 +91,19 @@ def has_bfloat16_tiles() -> bool:
     return "amx_bf16" in _cpu_flags()
 
 
+def _flags(instruction_set: str) -> list[str]:
+    """For the compiler."""
+    if instruction_set == "neon":
+        return list(_NEON_FLAGS)
+    return [f"-m{name.replace('_', '')}" for name in _INSTRUCTION_SETS["x86_64"][instruction_set]]
+
+
 def _cpu_flags() -> frozenset[str]:
     """Instructions that both the CPU and the kernel support."""
     with open("/proc/cpuinfo") as lines:
         for line in lines:
             name, _, value = line.partition(":")
-            if name.strip() == "flags":
+            if name.strip() in ("flags", "Features"):  # x86-64's, aarch64's
                 return frozenset(value.split())
     return frozenset()
 

@@ -79,9 +79,14 @@ private:
     void multiply_tile(int64_t row, int64_t column) const
     {
         Vec sums[kRows][kColumns];
+#pragma GCC unroll 16
         for (auto& of_row : sums)
         {
-            std::fill(of_row, of_row + kColumns, broadcast(0.0F));
+#pragma GCC unroll 8
+            for (Vec& sum : of_row)
+            {
+                sum = broadcast(0.0F);
+            }
         }
         int64_t const panel_bytes = layer_.panel_bytes();
         uint8_t const* block = column_of(layer_.packed, panel_bytes, column);
@@ -98,17 +103,23 @@ private:
     void write(int64_t row, int64_t first, Vec const (&sums)[kRows][kColumns]) const
     {
         int64_t const count = std::min<int64_t>(kColumns * kLanes, a_.num_out - first);
+        float values[kRows][kColumns * kLanes];
+#pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i)
         {
-            float values[kColumns * kLanes];
+#pragma GCC unroll 8
             for (int column = 0; column < kColumns; ++column)
             {
-                store(values + column * kLanes, sums[i][column]);
+                store(values[i] + column * kLanes, sums[i][column]);
             }
+        }
+        for (int i = 0; i < kRows; ++i)
+        {
             float* const out = a_.out + (row + i) * a_.num_out + first;
             for (int64_t column = 0; column < count; ++column)
             {
-                float const scaled = a_.scales == nullptr ? values[column] : values[column] * a_.scales[first + column];
+                float const value = values[i][column];
+                float const scaled = a_.scales == nullptr ? value : value * a_.scales[first + column];
                 out[column] = a_.bias == nullptr ? scaled : scaled + a_.bias[first + column];
             }
         }

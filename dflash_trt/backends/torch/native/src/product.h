@@ -14,9 +14,9 @@ namespace dflash_trt
 constexpr int kPanel = 32; // columns of the right operand that lie beside one another
 constexpr int kVectors = kPanel / kLanes;
 
-/// Of activations in a tile: its sums and operands are no more than the registers, 32 or 16.
+/// Of activations in a tile.
 template <typename Element>
-constexpr int kMaxRows = std::is_same_v<Element, Code> ? (kLanes == 16 ? 8 : 3) : (kLanes == 16 ? 12 : 6);
+constexpr int kMaxRows = std::is_same_v<Element, Code> ? kTiles.code_rows : kTiles.rows;
 
 constexpr int kRowsAhead = 64; // of a panel of weights: 8 KiB in pairs, beyond the page where the CPU's own prefetcher stops
 
@@ -62,7 +62,7 @@ private:
 /// a part of a panel.
 constexpr int columns_at_once(int rows)
 {
-    return rows <= (kLanes == 16 ? 2 : 1) ? 8 : rows <= (kLanes == 16 ? 4 : 3) ? 4 : 2;
+    return rows <= kTiles.rows_of_eight ? 8 : rows <= kTiles.rows_of_four ? 4 : 2;
 }
 
 /// What the tile reads later, and the other parts of its panel. Few rows pass faster than the first cache fills: for them

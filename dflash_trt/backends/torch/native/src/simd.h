@@ -1,8 +1,13 @@
-/// Vectors of float32 in the instruction set that this library is compiled for; nothing else knows which one it is.
+/// Vectors of float32 in the instruction set that this library is compiled for; nothing else knows which one it is, but
+/// transpose.h, and what multiplies bfloat16.
 /// A library holds one instruction set, so that no inline function of another one can be linked in its place.
 #pragma once
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -39,6 +44,13 @@ inline BFloat16 rounded_to_bfloat16(float x)
     return {static_cast<uint16_t>(rounded >> 16)};
 }
 
+/// The sizes of tiles: their sums and operands are no more than the registers.
+struct Tiles
+{
+    int rows, code_rows;             // at most
+    int rows_of_eight, rows_of_four; // at most, where a tile has 8 vectors of columns, or 4; others have 2
+};
+
 /// Two elements of bfloat16.
 struct Pair
 {
@@ -49,6 +61,7 @@ struct Pair
 
 using Vec = __m512;
 constexpr int kLanes = 16;
+constexpr Tiles kTiles{12, 8, 2, 4};
 
 inline Vec load(float const* from) { return _mm512_loadu_ps(from); }
 inline Vec load(BFloat16 const* from)
@@ -184,10 +197,149 @@ inline Vec dot_pairs(Bits a, Bits b, Vec sum)
 
 #endif
 
+#elif defined(__ARM_NEON)
+
+/// Two of the 32 registers, so that panels, and the order of all sums, are those of AVX2.
+struct Vec
+{
+    float32x4_t low, high;
+};
+
+constexpr int kLanes = 8;
+constexpr Tiles kTiles{5, 4, 0, 2}; // no operand of a product comes from memory
+
+inline Vec operator+(Vec a, Vec b) { return {a.low + b.low, a.high + b.high}; }
+inline Vec operator-(Vec a, Vec b) { return {a.low - b.low, a.high - b.high}; }
+inline Vec operator*(Vec a, Vec b) { return {a.low * b.low, a.high * b.high}; }
+inline Vec operator/(Vec a, Vec b) { return {a.low / b.low, a.high / b.high}; }
+inline Vec operator-(Vec a) { return {-a.low, -a.high}; }
+
+struct Bits
+{
+    uint32x4_t low, high;
+};
+
+inline Vec as_floats(Bits bits) { return {vreinterpretq_f32_u32(bits.low), vreinterpretq_f32_u32(bits.high)}; }
+
+inline Vec load(float const* from) { return {vld1q_f32(from), vld1q_f32(from + 4)}; }
+inline Vec load(BFloat16 const* from)
+{
+    uint16x8_t const halves = vld1q_u16(&from->bits);
+    return as_floats({vshll_n_u16(vget_low_u16(halves), 16), vshll_high_n_u16(halves, 16)});
+}
+inline void store(float* to, Vec x)
+{
+    vst1q_f32(to, x.low);
+    vst1q_f32(to + 4, x.high);
+}
+inline Vec broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+inline float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline float32x4_t smaller(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+inline Vec max(Vec a, Vec b) { return {larger(a.low, b.low), larger(a.high, b.high)}; } // b where either is NaN
+inline Vec min(Vec a, Vec b) { return {smaller(a.low, b.low), smaller(a.high, b.high)}; }
+inline Vec rounded(Vec x) { return {vrndnq_f32(x.low), vrndnq_f32(x.high)}; }
+
+/// In two factors, each of them a normal number, for exponents from -252 to 254.
+inline Vec scaled_by_power(Vec x, Vec exponent)
+{
+    auto const scaled = [](float32x4_t of, float32x4_t by) {
+        int32x4_t const whole = vcvtnq_s32_f32(by), first = whole >> 1;
+        auto const power = [](int32x4_t part) { return vreinterpretq_f32_s32((part + 127) << 23); };
+        return of * power(first) * power(whole - first);
+    };
+    return {scaled(x.low, exponent.low), scaled(x.high, exponent.high)};
+}
+
+inline Bits load_bits(Pair const* from)
+{
+    auto const* const words = reinterpret_cast<uint8_t const*>(from);
+    return {vreinterpretq_u32_u8(vld1q_u8(words)), vreinterpretq_u32_u8(vld1q_u8(words + 16))};
+}
+
+/// 16 bits for each lane.
+inline Bits load_words(uint8_t const* from)
+{
+    uint16x8_t const words = vreinterpretq_u16_u8(vld1q_u8(from));
+    return {vmovl_u16(vget_low_u16(words)), vmovl_high_u16(words)};
+}
+
+template <int kShift>
+inline Bits shifted(Bits bits)
+{
+    return {bits.low >> kShift, bits.high >> kShift};
+}
+
+/// The values of codes of four bits.
+struct CodeTable
+{
+    uint8x16x4_t bytes; // of the values
+
+    explicit CodeTable(float const* values)
+    {
+        std::memcpy(&bytes, values, sizeof(bytes));
+    }
+
+    Vec values_of(Bits codes) const // of their lowest four bits
+    {
+        return as_floats({values_of(codes.low), values_of(codes.high)});
+    }
+
+private:
+    uint32x4_t values_of(uint32x4_t codes) const
+    {
+        uint32x4_t const indices = (codes & 15U) * 0x04040404U + 0x03020100U; // of the four bytes of each value
+        return vreinterpretq_u32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(indices)));
+    }
+};
+
+inline Bits broadcast_integer(int32_t x)
+{
+    uint32x4_t const all = vdupq_n_u32(static_cast<uint32_t>(x));
+    return {all, all};
+}
+inline Vec as_values(Bits integers)
+{
+    return {vcvtq_f32_s32(vreinterpretq_s32_u32(integers.low)), vcvtq_f32_s32(vreinterpretq_s32_u32(integers.high))};
+}
+
+using Code = int16_t;
+constexpr int kCodes = 2, kZero = 0;
+
+/// The first weights of all lanes in `low`, the second ones in `high`.
+inline Bits load_codes(uint8_t const* from)
+{
+    int8x8x2_t const codes = vld2_s8(reinterpret_cast<int8_t const*>(from));
+    return {vreinterpretq_u32_s16(vmovl_s8(codes.val[0])), vreinterpretq_u32_s16(vmovl_s8(codes.val[1]))};
+}
+inline Bits add_products(Bits weights, Code const* x, Bits sums)
+{
+    int16x8_t const first = vreinterpretq_s16_u32(weights.low), second = vreinterpretq_s16_u32(weights.high);
+    int32x4_t low = vreinterpretq_s32_u32(sums.low), high = vreinterpretq_s32_u32(sums.high);
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof(bits));
+    int16x4_t const both = vreinterpret_s16_s32(vdup_n_s32(bits));
+    low = vmlal_lane_s16(vmlal_lane_s16(low, vget_low_s16(first), both, 0), vget_low_s16(second), both, 1);
+    high = vmlal_high_lane_s16(vmlal_high_lane_s16(high, first, both, 0), second, both, 1);
+    return {vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)};
+}
+
+inline Vec load_firsts(Pair const* from)
+{
+    Bits const bits = load_bits(from);
+    return as_floats({bits.low << 16, bits.high << 16});
+}
+inline Vec load_seconds(Pair const* from)
+{
+    Bits const bits = load_bits(from);
+    return as_floats({bits.low & 0xFFFF0000U, bits.high & 0xFFFF0000U});
+}
+
 #else
 
 using Vec = __m256;
 constexpr int kLanes = 8;
+constexpr Tiles kTiles{6, 3, 1, 3};
 
 inline Vec load(float const* from) { return _mm256_loadu_ps(from); }
 inline Vec load(BFloat16 const* from)

@@ -38,6 +38,31 @@ inline void transpose_square(Element const* const* rows, int64_t from, float* to
     }
 }
 
+#elif defined(__ARM_NEON)
+
+/// kLanes rows, of kLanes elements each, to columns.
+template <typename Element>
+inline void transpose_square(Element const* const* rows, int64_t from, float* to, int64_t stride)
+{
+    auto const transpose_quarter = [stride](float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d, float* corner) {
+        auto const pairs = [](float32x4_t x) { return vreinterpretq_f64_f32(x); };
+        auto const store_pairs = [&](int row, float64x2_t x) { vst1q_f32(corner + row * stride, vreinterpretq_f32_f64(x)); };
+        float64x2_t const ab = pairs(vtrn1q_f32(a, b)), cd = pairs(vtrn1q_f32(c, d)); // of even columns
+        float64x2_t const ab_odd = pairs(vtrn2q_f32(a, b)), cd_odd = pairs(vtrn2q_f32(c, d));
+        store_pairs(0, vzip1q_f64(ab, cd));
+        store_pairs(1, vzip1q_f64(ab_odd, cd_odd));
+        store_pairs(2, vzip2q_f64(ab, cd));
+        store_pairs(3, vzip2q_f64(ab_odd, cd_odd));
+    };
+    for (int i = 0; i < 8; i += 4)
+    {
+        Vec const a = load(rows[i] + from), b = load(rows[i + 1] + from);
+        Vec const c = load(rows[i + 2] + from), d = load(rows[i + 3] + from);
+        transpose_quarter(a.low, b.low, c.low, d.low, to + i);
+        transpose_quarter(a.high, b.high, c.high, d.high, to + i + 4 * stride);
+    }
+}
+
 #else
 
 /// kLanes rows, of kLanes elements each, to columns.
