@@ -267,10 +267,10 @@ def summaries(series: Sequence[Series]) -> Iterator[str]:
 
 
 def table(series: Sequence[Series]) -> Iterator[str]:
-    """A row for what an engine of a source served, with a part for each series."""
+    """A row for what an engine of a source served, with a part for each series; the engine links to the source."""
     held = {id(item) for item in split(series)[1]}
-    yield "| source | engine | target | GPUs | **held out**, fitted, *left out*: prompt/answer, clients (K): ratio |"
-    yield "|---|---|---|---|---|"
+    yield "| engine | target | GPUs | **held out**, fitted, *left out*: prompt/answer, clients (K): ratio |"
+    yield "|---|---|---|---|"
     rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for item in series:
         style = "**" if id(item) in held else "*" if item.left_out else ""
@@ -282,7 +282,7 @@ def table(series: Sequence[Series]) -> Iterator[str]:
 def _cells(item: Series) -> tuple[str, ...]:
     target = ", ".join(filter(None, (item.target, item.quantization)))
     gpus = f"{item.tp_size} x {item.gpu}" + (f" EP {item.ep_size}" if item.ep_size > 1 else "")
-    return (f"[{item.source}]({item.url})", item.engine, target, gpus)
+    return (f"[{item.engine}]({item.url})", target, gpus)
 
 
 def _lengths(item: Series) -> str:
