@@ -187,3 +187,11 @@ def test_rows_without_a_token_have_no_log_probability(kernels: CpuKernels) -> No
     assert found.emitted_logprobs.isnan().flatten().tolist() == [True] * 4 + [False] * (REQUESTS * (K + 1) - 4)
     assert torch.equal(found.emitted_logprobs.isnan(), expected.emitted_logprobs.isnan())
     assert found.emitted_tokens.min() >= 0 and found.emitted_tokens.max() < VOCAB
+
+
+def test_nan_hides_no_token_of_its_lane(kernels: CpuKernels) -> None:
+    """Tokens 9, 25 and 41 are in one lane of 8 and of 16."""
+    logits = torch.zeros(REQUESTS * (K + 1), VOCAB)
+    logits[0, 9], logits[0, 25] = 2.0, torch.nan
+    logits[1, 41], logits[1, 25] = 2.0, torch.nan
+    assert make_ops(kernels).sample_and_accept(logits).emitted_tokens.flatten()[:2].tolist() == [9, 41]
