@@ -6,9 +6,9 @@ them. Arithmetic only; the caller brings the engines.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,20 @@ from dflash_trt.core.acceptance import acceptance_length
 from dflash_trt.core.request import GenerationOutput
 
 LogitsOf = Callable[[Sequence[int]], NDArray[np.float32]]  # token ids [N] -> the target's logits [N, V]
+_NO_REST: Final = 1e-7  # a probability that sums of float32 do not tell from zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """The candidate's next-token distributions against the baseline's, after each of N tokens."""
+
+    kl_nats: NDArray[np.float64]  # [N]
+    is_agreeing: NDArray[np.bool_]  # [N]: the same token is the most likely one
+    next_logprobs: NDArray[np.float64]  # [N]: of the token that follows
+
+
+# Log probabilities [N, V] of the baseline after each token, and these tokens with one more [N + 1].
+ScoresOf = Callable[[NDArray[np.float64], Sequence[int]], Scores]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +45,7 @@ class Acceptance:
 class ComparedText:
     """The texts of one prompt. `num_equal_tokens` are those before the first that differs, of `num_tokens`.
 
-    `kl_nats` float64 [num_tokens] and `is_agreeing` bool [num_tokens] are of each position; None without logits of the
+    `kl_nats` float64 [num_tokens] and `is_agreeing` bool [num_tokens] are of each position; None without scores of the
     candidate.
     """
 
@@ -65,9 +79,11 @@ class Comparison:
 
     Over `num_generated_positions`, those where the baseline's greedy text was chosen: `token_agreement_fraction`, the
     share at which both targets would choose the same token, and `kl_nats`, the mean of KL(baseline || candidate) of
-    their next-token distributions, with its 99th percentile. Over `num_prompt_positions`, the tokens of the prompts
-    that have a token before them: the perplexities. `identical_texts_fraction` is of all prompts, free running. What
-    needs the candidate's logits is None for one without.
+    their next-token distributions, with its 99th percentile. With `kl_num_top` the distributions have so many tokens,
+    the candidate's most likely ones, and all others as one: their divergence is at most the whole. Over
+    `num_prompt_positions`, the tokens of the prompts that have a token before them: the perplexities.
+    `identical_texts_fraction` is of all prompts, free running. What needs scores of the candidate is None for one
+    without.
     """
 
     num_prompts: int
@@ -75,6 +91,7 @@ class Comparison:
     token_agreement_fraction: float | None
     kl_nats: float | None
     kl_nats_p99: float | None
+    kl_num_top: int | None  # None: all tokens
     identical_texts_fraction: float
     num_prompt_positions: int
     baseline_perplexity: float | None
@@ -118,9 +135,10 @@ def compare(
     candidate_outputs: Sequence[GenerationOutput],
     *,
     baseline_logits: LogitsOf,
-    candidate_logits: LogitsOf | None,
+    candidate_scores: ScoresOf | None,
+    kl_num_top: int | None = None,
 ) -> Comparison:
-    """All numbers; without logits of the candidate those of texts. Outputs are greedy, one per prompt, in its order."""
+    """All numbers; without scores of the candidate those of texts. Outputs are greedy, one per prompt, in its order."""
     prompted, texts = _Prompted(), list[ComparedText]()
     for prompt, *outputs in zip(prompts, baseline_outputs, candidate_outputs, strict=True):
         token_ids = [*prompt, *outputs[0].token_ids]
@@ -128,26 +146,65 @@ def compare(
             texts.append(_text(outputs[0], outputs[1], None))
             continue
         expected = _log_softmax(baseline_logits(token_ids[:-1]))  # row i predicts token i + 1
-        found = None if candidate_logits is None else _log_softmax(candidate_logits(token_ids[:-1]))
-        prompted.add(expected, found, prompt)
-        generated = slice(len(prompt) - 1, None)
-        texts.append(_text(outputs[0], outputs[1], None if found is None else (expected[generated], found[generated])))
+        scores = None if candidate_scores is None else candidate_scores(expected, token_ids)
+        prompted.add(expected, scores, prompt)
+        texts.append(_text(outputs[0], outputs[1], scores, first=len(prompt) - 1))
     kl = _joined([text.kl_nats for text in texts])
-    nothing = None if candidate_logits is None else math.nan
+    nothing = None if candidate_scores is None else math.nan
     return Comparison(
         num_prompts=len(prompts),
         num_generated_positions=len(kl),
         token_agreement_fraction=float(_joined([text.is_agreeing for text in texts]).mean()) if len(kl) else nothing,
         kl_nats=float(kl.mean()) if len(kl) else nothing,
         kl_nats_p99=float(np.quantile(kl, 0.99)) if len(kl) else nothing,
+        kl_num_top=kl_num_top,
         identical_texts_fraction=sum(text.is_identical for text in texts) / len(texts),
         num_prompt_positions=prompted.num_positions,
         baseline_perplexity=prompted.perplexity(prompted.baseline_nats),
-        candidate_perplexity=None if candidate_logits is None else prompted.perplexity(prompted.candidate_nats),
+        candidate_perplexity=None if candidate_scores is None else prompted.perplexity(prompted.candidate_nats),
         baseline_acceptance=acceptance_of(baseline_outputs),
         candidate_acceptance=acceptance_of(candidate_outputs),
         texts=tuple(texts),
     )
+
+
+def scores_of_logits(logits: LogitsOf) -> ScoresOf:
+    """Of whole distributions."""
+
+    def scores(expected: NDArray[np.float64], token_ids: Sequence[int]) -> Scores:
+        found = _log_softmax(logits(token_ids[:-1]))
+        return Scores(
+            kl_nats=(np.exp(expected) * (expected - found)).sum(axis=1),
+            is_agreeing=expected.argmax(axis=1) == found.argmax(axis=1),
+            next_logprobs=found[np.arange(len(found)), np.array(token_ids[1:], dtype=np.int64)],
+        )
+
+    return scores
+
+
+def scores_of_top_tokens(outputs: Mapping[tuple[int, ...], GenerationOutput]) -> ScoresOf:
+    """Of the candidate's most likely tokens, with all others as one.
+
+    `outputs` have log probabilities of prompts, by the prompts: these are the tokens compared, maybe without the last
+    one, so that one token was generated there, with its own most likely ones.
+    """
+
+    def scores(expected: NDArray[np.float64], token_ids: Sequence[int]) -> Scores:
+        output = outputs.get(tuple(token_ids)) or outputs[tuple(token_ids[:-1])]
+        assert output.prompt_logprobs is not None
+        entries = [entry for entry in output.prompt_logprobs if entry is not None]
+        tops = [*(entry.top_logprobs for entry in entries), *output.top_logprobs][: len(expected)]
+        ids = np.array([[top.token_id for top in row] for row in tops])
+        found = np.array([[top.logprob for top in row] for row in tops])
+        known = np.take_along_axis(expected, ids, axis=1)
+        rest, found_rest = (np.maximum(1 - np.exp(part).sum(axis=1), _NO_REST) for part in (known, found))
+        return Scores(
+            kl_nats=(np.exp(known) * (known - found)).sum(axis=1) + rest * np.log(rest / found_rest),
+            is_agreeing=expected.argmax(axis=1) == ids[:, 0],
+            next_logprobs=np.array([entry.logprob for entry in entries]),
+        )
+
+    return scores
 
 
 def acceptance_of(outputs: Sequence[GenerationOutput]) -> Acceptance:
@@ -157,24 +214,17 @@ def acceptance_of(outputs: Sequence[GenerationOutput]) -> Acceptance:
 
 
 def _text(
-    baseline: GenerationOutput,
-    candidate: GenerationOutput,
-    scores: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+    baseline: GenerationOutput, candidate: GenerationOutput, scores: Scores | None, *, first: int = 0
 ) -> ComparedText:
-    """`scores`: log probabilities [N, V] of both at the positions whose next token the baseline chose."""
+    """Scores count from position `first` on: the baseline chose the tokens that follow."""
     ours, theirs = candidate.token_ids, baseline.token_ids
     equal = (a == b for a, b in zip(ours, theirs, strict=False))
-    kl_nats = is_agreeing = None
-    if scores is not None:
-        expected, found = scores
-        kl_nats = (np.exp(expected) * (expected - found)).sum(axis=1)
-        is_agreeing = expected.argmax(axis=1) == found.argmax(axis=1)
     return ComparedText(
         num_tokens=len(theirs),
         num_equal_tokens=sum(itertools.takewhile(bool, equal)),
         is_identical=ours == theirs,
-        kl_nats=kl_nats,
-        is_agreeing=is_agreeing,
+        kl_nats=None if scores is None else scores.kl_nats[first:],
+        is_agreeing=None if scores is None else scores.is_agreeing[first:],
         baseline_acceptance_length=acceptance_length([baseline]),
         candidate_acceptance_length=acceptance_length([candidate]),
     )
@@ -192,12 +242,12 @@ class _Prompted:
         self.baseline_nats = 0.0
         self.candidate_nats = 0.0
 
-    def add(self, expected: NDArray[np.float64], found: NDArray[np.float64] | None, prompt: Sequence[int]) -> None:
+    def add(self, expected: NDArray[np.float64], scores: Scores | None, prompt: Sequence[int]) -> None:
         rows, tokens = np.arange(len(prompt) - 1), np.array(prompt[1:], dtype=np.int64)
         self.num_positions += len(rows)
         self.baseline_nats -= float(expected[rows, tokens].sum())
-        if found is not None:
-            self.candidate_nats -= float(found[rows, tokens].sum())
+        if scores is not None:
+            self.candidate_nats -= float(scores.next_logprobs[rows].sum())
 
     def perplexity(self, nats: float) -> float | None:
         return math.exp(nats / self.num_positions) if self.num_positions else None

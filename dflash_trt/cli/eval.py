@@ -22,6 +22,7 @@ from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import NODES, RuntimeConfig
+from dflash_trt.core.sampling import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Acceptance, ComparedText, Comparison, Gate, LogitsOf
@@ -48,8 +49,9 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, **optio
 
     Both targets compute their next-token distributions along the baseline's own texts, for token agreement and KL
     divergence. Perplexity is measured on the prompts, acceptance length on each engine's own run. The baseline is of
-    backend torch; an ENGINE_DIR of another backend has no logits, and is compared by its texts and its acceptance. With
-    gates, the exit code is 3 if one is missed. --csv has a row for each prompt.
+    backend torch. An ENGINE_DIR of backend tensorrt gives log probabilities of its 20 most likely tokens: its KL
+    divergence has all others as one, and is at most the whole. One of tensorrt_llm is compared by its texts and its
+    acceptance. With gates, the exit code is 3 if one is missed. --csv has a row for each prompt.
     """
     from dflash_trt.engine_dir import EngineDir
 
@@ -126,20 +128,47 @@ def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> N
 
 
 def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: RuntimeConfig) -> "Comparison":
-    from dflash_trt.bench.comparison import compare
+    from dflash_trt.bench.comparison import compare, scores_of_logits, scores_of_top_tokens
 
     outputs = {name: _generate(engine, jobs, config) for name, engine in engines.items()}
-    prompts = _token_ids(engines["baseline"], jobs)
-    has_logits = engines["candidate"].manifest.backend == "torch"
+    prompts, candidate = _token_ids(engines["baseline"], jobs), engines["candidate"]
     click.echo("scoring ...", err=True)
+    scores, kl_num_top = None, None
+    if candidate.manifest.backend == "tensorrt":
+        scores = scores_of_top_tokens(_scored_texts(candidate, config, prompts, outputs["baseline"]))
+        kl_num_top = min(MAX_TOP_LOGPROBS, candidate.manifest.target.vocab_size)
     with ExitStack() as stack:
+        if candidate.manifest.backend == "torch":
+            scores = scores_of_logits(_logits_of(candidate, config, stack))
         return compare(
             prompts,
             outputs["baseline"],
             outputs["candidate"],
             baseline_logits=_logits_of(engines["baseline"], config, stack),
-            candidate_logits=_logits_of(engines["candidate"], config, stack) if has_logits else None,
+            candidate_scores=scores,
+            kl_num_top=kl_num_top,
         )
+
+
+def _scored_texts(
+    engine: "EngineDir", config: RuntimeConfig, prompts: Sequence[Sequence[int]], outputs: Sequence[GenerationOutput]
+) -> dict[tuple[int, ...], GenerationOutput]:
+    """Log probabilities of the texts, as prompts of the engine; the token generated stands for the last one."""
+    from dflash_trt.serving.llm import LLM
+
+    pairs = zip(prompts, outputs, strict=True)
+    texts = [(*prompt, *output.token_ids[:-1]) for prompt, output in pairs]
+    sampling = SamplingParams(
+        max_new_tokens=1,
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=MAX_TOP_LOGPROBS,
+        prompt_logprobs=MAX_TOP_LOGPROBS,
+    )
+    with LLM(engine.path, config.without_drafter()) as llm:
+        scored = llm.generate([{"prompt_token_ids": list(text)} for text in texts], sampling)
+    raise_all(ConfigError, "prompts", [output.error for output in scored if output.error is not None])
+    return dict(zip(texts, scored, strict=True))
 
 
 def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> list[GenerationOutput]:
@@ -211,7 +240,8 @@ def _table(comparison: "Comparison", *, baseline: str, candidate: str) -> list[s
     positions = f"{comparison.num_generated_positions} generated positions"
     if comparison.kl_nats is not None:
         table.add_row("token agreement", "", f"{comparison.token_agreement_fraction:.4f}", positions)
-        table.add_row("KL divergence, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
+        of_top = "" if comparison.kl_num_top is None else f" of top {comparison.kl_num_top}"
+        table.add_row(f"KL divergence{of_top}, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
         table.add_row("KL divergence, 99th percentile", "", f"{comparison.kl_nats_p99:.3g}", positions)
     prompts = f"{comparison.num_prompts} prompts"
     table.add_row("identical texts", "", f"{comparison.identical_texts_fraction:.4f}", prompts)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_trt.bench.comparison import Acceptance, Gate, acceptance_of, compare
+from dflash_trt.bench.comparison import Acceptance, Gate, acceptance_of, compare, scores_of_logits, scores_of_top_tokens
+from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.core.request import GenerationOutput
 
 VOCAB = 12
@@ -43,7 +44,7 @@ def test_every_number_equals_that_of_pytorch() -> None:
     (first, baseline), (second, candidate) = logits_of(0), logits_of(1)
     texts = [[7, 8, 9, 10], [1], [2, 3]]
     outputs = [output(text) for text in texts]
-    found = compare(PROMPTS, outputs, outputs, baseline_logits=baseline, candidate_logits=candidate)
+    found = compare(PROMPTS, outputs, outputs, baseline_logits=baseline, candidate_scores=scores_of_logits(candidate))
     sequences = [prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)]
     rows = [s[i] for p, s in zip(PROMPTS, sequences, strict=True) for i in range(len(p) - 1, len(s) - 1)]
     p, q = first[rows].double().log_softmax(-1), second[rows].double().log_softmax(-1)
@@ -60,11 +61,56 @@ def test_every_number_equals_that_of_pytorch() -> None:
         assert perplexity == pytest.approx(expected, rel=1e-9)
 
 
+def test_of_an_engine_without_logits_the_divergence_is_that_of_its_top_tokens_and_the_rest() -> None:
+    (first, baseline), (second, candidate) = logits_of(0), logits_of(1)
+    texts = [[7, 8, 9, 10], [1], []]
+    outputs = [output(text) for text in texts]
+    whole = compare(PROMPTS, outputs, outputs, baseline_logits=baseline, candidate_scores=scores_of_logits(candidate))
+    divergences = []
+    for num_top in (1, 4, VOCAB - 1, VOCAB):
+        scored = {
+            tuple(prompt + text[:-1]): top_of(second, prompt + text[:-1], num_top) for prompt, text in paired(texts)
+        }
+        scores = scores_of_top_tokens(scored)
+        sides = {"baseline_logits": baseline, "candidate_scores": scores, "kl_num_top": num_top}
+        found = compare(PROMPTS, outputs, outputs, **sides)
+        rows = [s[i] for p, t in paired(texts) for s in [p + t] for i in range(len(p) - 1, len(s) - 1)]
+        p, q = first[rows].double().softmax(-1), second[rows].double().softmax(-1)
+        top = q.topk(num_top).indices
+        parts = [torch.cat((x.gather(1, top), 1 - x.gather(1, top).sum(1, keepdim=True)), 1) for x in (p, q)]
+        p, q = (part.clamp(min=1e-12) for part in parts)
+        assert found.kl_nats == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+        assert found.candidate_perplexity == pytest.approx(whole.candidate_perplexity, rel=1e-6)
+        assert found.token_agreement_fraction == whole.token_agreement_fraction
+        assert (found.num_generated_positions, found.kl_num_top) == (whole.num_generated_positions, num_top)
+        divergences.append(found.kl_nats)
+    assert 0 < divergences[0] < divergences[1] < divergences[2]
+    assert divergences[3] == pytest.approx(whole.kl_nats, rel=1e-4)
+
+
+def paired(texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    return list(zip(PROMPTS, texts, strict=True))
+
+
+def top_of(table: torch.Tensor, token_ids: list[int], num_top: int) -> GenerationOutput:
+    """What an engine says of a prompt, and of the token that it generates after it."""
+    logprobs = table.log_softmax(-1)
+
+    def top(token: int) -> tuple[TokenLogprob, ...]:
+        values, ids = logprobs[token].topk(num_top)
+        return tuple(map(TokenLogprob, ids.tolist(), values.tolist()))
+
+    entries = [PromptLogprob(b, float(logprobs[a, b]), top(a)) for a, b in itertools.pairwise(token_ids)]
+    return replace(output([0]), prompt_logprobs=(None, *entries), top_logprobs=(top(token_ids[-1]),))
+
+
 def test_the_numbers_of_each_text_make_up_those_of_all() -> None:
     (_, baseline), (_, candidate) = logits_of(0), logits_of(1)
     ours = [output([7, 8, 9], num_steps=2, num_emitted=3), output([1, 2]), output([3, 4]), output([])]
     theirs = [output([7, 8, 1], num_steps=4, num_emitted=5), output([1, 2]), output([3]), output([5])]
-    found = compare([*PROMPTS, [2]], ours, theirs, baseline_logits=baseline, candidate_logits=candidate)
+    found = compare(
+        [*PROMPTS, [2]], ours, theirs, baseline_logits=baseline, candidate_scores=scores_of_logits(candidate)
+    )
     rows = [text.as_row() for text in found.texts]
     assert [(row["num_tokens"], row["num_equal_tokens"], row["is_identical"]) for row in rows] == [
         (3, 2, False),
@@ -84,7 +130,7 @@ def test_the_numbers_of_each_text_make_up_those_of_all() -> None:
 def test_an_engine_equals_itself() -> None:
     _, model = logits_of(0)
     outputs = [output([7, 8], num_steps=2, num_emitted=3)] * 3
-    found = compare(PROMPTS, outputs, outputs, baseline_logits=model, candidate_logits=model)
+    found = compare(PROMPTS, outputs, outputs, baseline_logits=model, candidate_scores=scores_of_logits(model))
     assert (found.kl_nats, found.token_agreement_fraction, found.identical_texts_fraction) == (0.0, 1.0, 1.0)
     assert found.acceptance_ratio == 1.0
     assert found.baseline_acceptance == Acceptance(acceptance_length=1.5, num_verify_steps=6)
@@ -98,7 +144,7 @@ def test_a_single_token_has_no_position_to_compare() -> None:
         assert len(token_ids) > 0
         return model(token_ids)
 
-    found = compare([[6], [5]], outputs, outputs, baseline_logits=scored, candidate_logits=scored)
+    found = compare([[6], [5]], outputs, outputs, baseline_logits=scored, candidate_scores=scores_of_logits(scored))
     assert (found.num_prompts, found.num_generated_positions, found.num_prompt_positions) == (2, 1, 0)
 
 
@@ -106,13 +152,15 @@ def test_texts_that_differ_are_counted() -> None:
     _, model = logits_of(0)
     ours = [output([7, 8]), output([7, 9]), output([7])]
     theirs = [output([7, 8]), output([7, 8]), output([7, 8])]
-    found = compare(PROMPTS, theirs, ours, baseline_logits=model, candidate_logits=model)
+    found = compare(PROMPTS, theirs, ours, baseline_logits=model, candidate_scores=scores_of_logits(model))
     assert found.identical_texts_fraction == pytest.approx(1 / 3)
 
 
 def test_the_ratio_of_acceptance_is_that_of_the_candidate_to_the_baseline() -> None:
     _, model = logits_of(0)
-    found = compare([[1]], [output([1])], [output([1])], baseline_logits=model, candidate_logits=model)
+    found = compare(
+        [[1]], [output([1])], [output([1])], baseline_logits=model, candidate_scores=scores_of_logits(model)
+    )
     for candidate, baseline, ratio in ((3.0, 2.0, 1.5), (None, 2.0, None), (3.0, None, None)):
         sides = [Acceptance(acceptance_length=length, num_verify_steps=1) for length in (candidate, baseline)]
         assert replace(found, candidate_acceptance=sides[0], baseline_acceptance=sides[1]).acceptance_ratio == ratio

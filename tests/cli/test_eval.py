@@ -236,6 +236,7 @@ COMPARISON = Comparison(
     token_agreement_fraction=0.75,
     kl_nats=0.0625,
     kl_nats_p99=0.5,
+    kl_num_top=None,
     identical_texts_fraction=0.375,
     num_prompt_positions=13,
     baseline_perplexity=20.5,
