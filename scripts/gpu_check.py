@@ -56,9 +56,7 @@ def main() -> int:
 def served_formats() -> list[str]:
     """Of linear layers, those that this GPU has units for or that need none."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    lowered = [
-        known for known in weight_formats().values() if known.weight_type in GEMMS and not known.has_token_scales
-    ]
+    lowered = [known for known in weight_formats().values() if known.weight_type in GEMMS]
     return [known.name for known in lowered if (known.first_capability or (0, 0)) <= capability]
 
 

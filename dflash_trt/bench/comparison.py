@@ -101,6 +101,10 @@ class Comparison:
     texts: tuple[ComparedText, ...]  # of each prompt
 
     @property
+    def kl_name(self) -> str:
+        return "KL divergence" if self.kl_num_top is None else f"KL divergence of top {self.kl_num_top}"
+
+    @property
     def acceptance_ratio(self) -> float | None:
         """Candidate / baseline; None when either drafted nothing."""
         lengths = (self.candidate_acceptance.acceptance_length, self.baseline_acceptance.acceptance_length)

@@ -19,7 +19,7 @@ _LEAST_KL = 1e-6  # nats: less is rounding, and has no place on a logarithmic ax
 
 
 def draw_comparison(comparison: Comparison, path: Path, caption: tuple[str, ...]) -> None:
-    """Write the picture; without logits of the candidate its left half alone. Raises ConfigError as `check_figure`."""
+    """Write the picture; without scores of the candidate its left half alone. Raises ConfigError as `check_figure`."""
     paragraphs = (_EXPLANATION, *caption)
     write_figure(lambda: _canvas(comparison, paragraphs), path, title=_TITLE, description="\n".join(paragraphs))
 
@@ -38,7 +38,7 @@ def _canvas(comparison: Comparison, paragraphs: tuple[str, ...]) -> Any:
         axes = page.axes(_LEFT + width + _GAP, 0, width, _HEIGHT)
         _draw_line(axes, np.maximum(kl, _LEAST_KL), 1 - np.arange(len(kl)) / len(kl), "kl")
         axes.set_xscale("log")
-        axes.set_xlabel("KL divergence (nats)", fontsize=8.5)
+        axes.set_xlabel(f"{comparison.kl_name} (nats)", fontsize=8.5)
         axes.set_ylabel("Fraction of positions", fontsize=8.5)
     return page.finish()
 

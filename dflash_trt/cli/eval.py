@@ -240,8 +240,7 @@ def _table(comparison: "Comparison", *, baseline: str, candidate: str) -> list[s
     positions = f"{comparison.num_generated_positions} generated positions"
     if comparison.kl_nats is not None:
         table.add_row("token agreement", "", f"{comparison.token_agreement_fraction:.4f}", positions)
-        of_top = "" if comparison.kl_num_top is None else f" of top {comparison.kl_num_top}"
-        table.add_row(f"KL divergence{of_top}, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
+        table.add_row(f"{comparison.kl_name}, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
         table.add_row("KL divergence, 99th percentile", "", f"{comparison.kl_nats_p99:.3g}", positions)
     prompts = f"{comparison.num_prompts} prompts"
     table.add_row("identical texts", "", f"{comparison.identical_texts_fraction:.4f}", prompts)

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,9 @@ def test_the_table_has_each_number_in_its_row_and_column(engine_dir, prompts_fil
         ["acceptance length, bonus included", "4", "3.5", "17 and 19 verify steps"],
         ["acceptance ratio", "", "0.875", ""],
     ]
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda *given: replace(COMPARISON, kl_num_top=20))
+    stdout = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file).stdout
+    assert "KL divergence of top 20, mean (nats)" in stdout
 
 
 def test_the_baseline_is_the_engine_of_against(engine_dir, weight_only, prompts_file, invoke, monkeypatch) -> None:
