@@ -80,11 +80,17 @@ def checked_config(engine: EngineDir, config: RuntimeConfig, **policies: Unpack[
 
 @paused_collection()
 def open_local_engine(
-    engine: EngineDir, config: RuntimeConfig, *, make_store: MakeStore | None = None, **policies: Unpack[Policies]
+    engine: EngineDir,
+    config: RuntimeConfig,
+    *,
+    make_store: MakeStore | None = None,
+    publishes_all: bool = False,
+    **policies: Unpack[Policies],
 ) -> LocalEngine:
     """An engine that is ready to start; `config` is of `checked_config`.
 
-    `make_store` makes the store of prefixes instead of `disk_cache_dir`; all blocks of prompts go there.
+    `make_store` makes the store of prefixes in the place of `disk_cache_dir`, `publishes_all` is in that of
+    `publish_prompts`.
 
     Raises what `open_executor` and `make_store` raise.
     """
@@ -101,8 +107,8 @@ def open_local_engine(
         dp_size = engine.manifest.pretrained_config.mapping.dp_size
         scheduler = make_scheduler(executor.limits, scheduler_config, policy, num_ranks=dp_size)
         local = LocalEngine(executor, config, scheduler, open_executor=open_one)
-        publishes_all = config.publish_prompts or make_store is not None
         if config.disk_cache_dir is not None:
+            publishes_all = config.publish_prompts
             make_store = partial(_directory, Path(config.disk_cache_dir), config.disk_cache_bytes)
         if make_store is not None:
             schedulers = scheduler.ranks if isinstance(scheduler, DataParallelScheduler) else [scheduler]

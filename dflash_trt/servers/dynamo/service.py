@@ -194,7 +194,7 @@ def open_service(
         config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
     reader = open_request_reader(engine)
     make_blocks = None if role == "both" or transfer_backend == "files" else partial(_blocks, role, transfer_bytes)
-    local = open_local_engine(engine, config, make_store=make_blocks)
+    local = open_local_engine(engine, config, make_store=make_blocks, publishes_all=role == "prefill")
     blocks = local.prefix_store if isinstance(local.prefix_store, BlockSender | BlockReceiver) else None
     local.watch_prefixes(watcher)
     generator = Generator(local, reader, eos_token_ids=engine.manifest.target.eos_token_ids, seed=config.seed)

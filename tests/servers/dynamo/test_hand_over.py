@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -187,6 +187,7 @@ class Opening:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", backend: str = "torch") -> None:
         self.config: RuntimeConfig | None = None
+        self.store: Any = None
         self.watchers: list[Any] = []
         target = SimpleNamespace(eos_token_ids=(5, 6))
         self.engine: Any = SimpleNamespace(
@@ -203,9 +204,8 @@ class Opening:
         monkeypatch.setattr("dflash_trt.serving.llm.LLM", self.llm)
         monkeypatch.setattr(service, "sampling_defaults", lambda engine: {"top_k": 3})
 
-    def _open(self, engine: Any, config: RuntimeConfig, *, make_store: Any) -> Any:
-        assert make_store is None, "its role is both"
-        self.config = config
+    def _open(self, engine: Any, config: RuntimeConfig, *, make_store: Any, publishes_all: bool) -> Any:
+        self.config, self.store = config, (make_store, publishes_all)
         return self.local
 
     def run(self, runtime: RuntimeConfig, num_replicas: int = 4) -> None:
@@ -219,7 +219,25 @@ def test_a_generator_gets_all_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> 
     opening.run(RuntimeConfig(seed=8))
     expected = {"engine": opening.local, "reader": "reader", "eos_token_ids": (5, 6), "seed": 8}
     assert opening.generator.arguments == expected
-    assert opening.watchers == ["watcher"]
+    assert opening.watchers == ["watcher"] and opening.store == (None, False)
+
+
+def test_over_nixl_a_prefill_worker_sends_all_of_a_prompt_and_a_decode_worker_receives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("BlockSender", "BlockReceiver"):
+        monkeypatch.setattr(service, name, type(name, (list,), {"__init__": lambda self, size: self.append(size)}))
+    monkeypatch.setattr("dflash_trt.servers.dynamo.roles.check_nixl", lambda: None)
+    runtime, watcher = RuntimeConfig(host_cache_bytes=1 << 20), cast(Any, "watcher")
+    sizes = {"transfer_bytes": 4000, "transfer_backend": "nixl"}
+    for role, made in (("prefill", ("BlockSender", [4000])), ("decode", ("BlockReceiver", [1000]))):
+        opening = Opening(monkeypatch)
+        opening.local.prefix_root = "ours"
+        with pytest.raises(RecordedError):
+            open_service(opening.engine, runtime, watcher, role=role, **sizes)  # type: ignore[arg-type]
+        make_store, publishes_all = opening.store
+        store = make_store("ours", 1000)
+        assert (type(store).__name__, store) == made and publishes_all == (role == "prefill")
 
 
 @pytest.mark.parametrize(
