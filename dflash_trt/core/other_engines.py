@@ -110,7 +110,7 @@ _SENTENCES: Final = {
 _OF_COMMANDS: Final = {
     "build": "kv_cache output",
     "run": "input_file stream",
-    "serve": "replicas gpus model_name tool_call_parser reasoning_parser",
+    "serve": "replicas gpus model_name tool_call_parser reasoning_parser transfer_backend",
     "bench throughput": "concurrency",
 }
 # Commands, or commands of a group; a sentence.

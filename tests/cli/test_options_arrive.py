@@ -876,9 +876,10 @@ def test_eval_compares_each_side_with_its_own_texts(engine_dir, rows, tmp_path, 
     copy = shutil.copytree(engine_dir, tmp_path / "copy")
     monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs, config: [engine.path])
     monkeypatch.setattr("dflash_trt.cli.eval._logits_of", lambda engine, config, stack: engine.path)
+    monkeypatch.setattr("dflash_trt.bench.comparison.scores_of_logits", lambda logits: ("scores of", logits))
     comparison = recorded(monkeypatch, "dflash_trt.bench.comparison", "compare")
     invoke("eval", copy, "--against", engine_dir, "--input-file", rows)
     arguments = comparison.arguments
     assert (arguments["baseline_outputs"], arguments["candidate_outputs"]) == ([engine_dir], [copy])
-    assert (arguments["baseline_logits"], arguments["candidate_logits"]) == (engine_dir, copy)
+    assert (arguments["baseline_logits"], arguments["candidate_scores"]) == (engine_dir, ("scores of", copy))
     assert [len(prompt) for prompt in arguments["prompts"]] == [1, 1, 1]
