@@ -18,7 +18,10 @@ from tests.scheduler.driver import make_limits
 class Picky(FakeExecutor):
     """Fails on the first odd token of a batch, by its name."""
 
+    num_tried = 0
+
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+        self.num_tried += 1
         for row in batch.requests:
             if row.token_ids[0] % 2:
                 raise ValueError(f"token {row.token_ids[0]}")
@@ -41,6 +44,23 @@ def test_each_failed_request_is_told_its_own_error() -> None:
         alone = FakeExecutor(executor.limits).submit(plan_of(StepBatch(requests=(rows[i],), num_draft_tokens=2)))
         for name in ("emitted_tokens", "num_accepted", "next_context_lens", "draft_tokens"):
             assert getattr(result, name)[i].tolist() == getattr(alone.result(), name)[0].tolist()
+
+
+def test_one_request_among_many_is_found_by_halving() -> None:
+    rows = tuple(
+        ScheduledRequest(
+            request_id=f"r{i}",
+            token_ids=(1 if i == 40 else 2,),
+            context_len=0,
+            num_candidates=0,
+            page_ids=(i,),
+            sampling=StepSampling(),
+        )
+        for i in range(64)
+    )
+    executor = Picky(make_limits(max_batch_size=64, num_pages=64))
+    _, reasons = run_with_bisection(executor, plan_of(StepBatch(requests=rows, num_draft_tokens=2)), ValueError())
+    assert reasons == {40: "ValueError: token 1"} and executor.num_tried == 2 * 6
 
 
 VOCAB_SIZE, K, NUM_TOP, NUM_PROMPT_TOP = 12, 3, 4, 2

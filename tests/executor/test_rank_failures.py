@@ -1,8 +1,12 @@
 """What is said of ranks that fail, and which outcomes of two ranks are the same."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +17,12 @@ from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.errors import CapacityError, RankError
 from dflash_trt.core.logprobs import PromptScores, TopTokens
 from dflash_trt.core.step_plan import StepResult
+from dflash_trt.executor.ranks import messages
 from dflash_trt.executor.ranks.executor import RankedExecutor
-from dflash_trt.executor.ranks.launcher import explained_failure
-from dflash_trt.executor.ranks.messages import Opened, Raised, Ran, RankGoneError
+from dflash_trt.executor.ranks.launcher import RankWorkers, explained_failure
+from dflash_trt.executor.ranks.messages import Gone, Opened, Raised, Ran, RankConnection, RankGoneError, WorkerProcess
 from dflash_trt.executor.ranks.shard import fingerprint
+from tests.cli.calls import RecordedError, Recorder
 
 EARLY = Raised(reason="ValueError: early", traceback="", num_calls=2, error_class=None)
 LATE = Raised(reason="ValueError: late", traceback="", num_calls=5, error_class=None)
@@ -45,6 +51,52 @@ def test_the_rank_that_failed_first_is_named(reports: list[Any], error: Exceptio
     found = explained_failure(reports, error)
     assert type(found) is RankError and str(found).startswith(said)
     assert "send the request again" in str(found)
+
+
+def test_the_way_on_depends_on_where_the_ranks_are() -> None:
+    nodes: Any = SimpleNamespace(close=lambda: None)
+    for given, way_on in ((None, "send the request again"), (nodes, "Start the engine on every node again")):
+        workers = RankWorkers(given)
+        assert way_on in workers.hint
+        workers.close()
+
+
+class Ended(RankConnection):
+    """A worker of another node, of which the node says why it has ended."""
+
+    is_stopped = False
+
+    def wait(self) -> None: ...
+
+    def kill(self, reason: str | None = None) -> None: ...
+
+    def end(self, timeout_s: float) -> None: ...
+
+    def _ending(self, error: Exception) -> RankGoneError:
+        raise AssertionError(error)
+
+
+def test_the_first_reason_of_an_end_stays() -> None:
+    here, there = Pipe()
+    worker = Ended(2, here)
+    for reason in ("first", "second"):
+        there.send(Gone(rank=1, reason=reason))
+        with pytest.raises(RankGoneError, match="first") as found:
+            worker.receive(5)
+        assert found.value.rank == 1
+    here.close()
+    there.close()
+
+
+def test_a_worker_imports_what_its_parent_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty entry of the path is the directory of now."""
+    process = Recorder(messages.subprocess.Popen)
+    monkeypatch.setattr(messages.subprocess, "Popen", process)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", "/elsewhere"])
+    with pytest.raises(RecordedError):
+        WorkerProcess(1, 7)
+    assert process.arguments["env"]["PYTHONPATH"] == f"{tmp_path}{os.pathsep}/elsewhere"
 
 
 def test_how_to_go_on_is_said_for_the_nodes_there_are() -> None:
