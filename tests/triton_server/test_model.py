@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -127,7 +128,14 @@ def test_every_option_reaches_the_config_and_the_engine(
     assert ModelSettings.from_parameters(parameters) == SETTINGS
     assert config.one("max_batch_size") == 1
     assert instances_of(config) == [("count", 2), ("kind", "KIND_CPU")]
+    said: list[tuple[str, str]] = []
+    logger = {name: partial(lambda name, text: said.append((name, text)), name) for name in ("log_error", "log_warn")}
+    pb_utils.Logger = SimpleNamespace(**logger)
     asked = load(model, pb_utils, tmp_path / "other", kind="CPU", device_id="0", monkeypatch=monkeypatch)
+    log = logging.getLogger("dflash_trt.a_part_of_it")
+    log.error("broken")
+    log.warning("odd")
+    assert said == [("log_error", "broken"), ("log_warn", "odd")]
     engine = tmp_path / "other" / "1" / "engine"
     assert asked == LLM_DEFAULTS | {"engine_dir": engine, "config": CONFIG.replaced(device="cpu")}
 
@@ -222,6 +230,16 @@ def test_a_failed_engine_stops_its_server_once_or_ends_the_process(
     assert stops == [True] * (not keeps_server)
     assert said[0] == "dflash_0_0 ends: the device is lost"
     assert ("exits with 70: the device is lost" in capsys.readouterr().err) == bool(exits)
+
+
+def test_a_model_closes_its_service_before_its_engine_and_the_metrics_after_both(model, pb_utils) -> None:
+    closed: list[str] = []
+    pb_utils.Logger = SimpleNamespace(log_info=closed.append)
+    model._name = "dflash_0_0"
+    for name in ("_service", "_llm", "_book"):
+        setattr(model, name, SimpleNamespace(close=partial(closed.append, name)))
+    model.finalize()
+    assert closed == ["dflash_0_0 closes", "_service", "_llm", "_book"]
 
 
 class Request:

@@ -166,6 +166,7 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
             "--no-drafter and --draft-length are mutually",
         ),
         ([engine_dir, "-o", models, "--system", "x"], "Deploy with --chat"),
+        ([engine_dir, "-o", models, "--system", ""], "Deploy with --chat"),
         ([engine_dir, "-o", models, "--environment", tmp_path], "expected a virtual environment"),
         ([engine_dir, "-o", tmp_path / "the models"], "model repository: expected a path without spaces"),
         ([engine_dir, "-o", models, "--model-name", "$(id)"], "model repository: expected a path without spaces"),

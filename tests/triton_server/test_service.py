@@ -401,6 +401,22 @@ def test_requests_that_run_and_wait_are_published_while_they_do(gated, executor,
     until(lambda: (series.values["requests_running", ""], series.values["requests_waiting", ""]) == (0, 0))
 
 
+def test_metrics_that_fail_once_end_neither_the_service_nor_the_metrics(gated, executor, series, monkeypatch) -> None:
+    service, _ = gated
+    failures = [RuntimeError("no series"), RuntimeError("none again")]
+    publish = service._publish
+    monkeypatch.setattr(service, "_publish", lambda: publish() if not failures else _raise(failures.pop()))
+    client = ask(service, input_ids=[5, 6], max_tokens=30)
+    until(lambda: not failures)
+    until(lambda: series.values["requests_running", ""] == 1)
+    executor.open()
+    assert client.ended.wait(30)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 def test_metrics_are_the_sum_of_what_was_answered(series) -> None:
     for service, _ in serving(make_generator(make_executor()), series):
         clients = [ask(service, input_ids=[5, 6, i], max_tokens=20, stream=True) for i in range(6)]

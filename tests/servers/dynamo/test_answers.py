@@ -61,6 +61,8 @@ def test_samples_are_joined_with_the_sums_of_what_they_did() -> None:
         "metrics": {"speculative_decoding": expected},
         "prompt_logprobs": [None],
     }
+    of_none = [answer("a", nothing, usage(9, 1, 0)), answer("b", nothing, usage(9, 2, 0))]
+    assert joined(of_none, keeps_engine_data=False)["usage"] == usage(9, 3, 0), "0 accepted, not an unknown number"
     nothings = joined([told[2], told[2]], keeps_engine_data=False)["metrics"]["speculative_decoding"]
     assert (nothings["mean_acceptance_length"], nothings["draft_acceptance_rate"]) == (None, None)
 

@@ -8,7 +8,7 @@ import pytest
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent
-from dflash_trt.servers.dynamo.request_fields import FIELDS, read_request
+from dflash_trt.servers.dynamo.request_fields import _FOREIGN, FIELDS, read_request
 from dflash_trt.servers.dynamo.responses import response, speculation
 from dflash_trt.servers.dynamo.settings import sampling_defaults
 from dflash_trt.serving.output_processor import StreamChunk
@@ -90,8 +90,11 @@ def test_every_field_that_is_not_served_is_refused_by_name_but_for_its_neutral_v
 def test_a_field_that_a_later_front_end_adds_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"new_penalty: expected nothing.*found 2"):
         read(sampling_options={"new_penalty": 2})
-    with pytest.raises(RequestError, match="multi_modal_data"):
-        read(multi_modal_data={"image_url": ["x"]})
+    for name in _FOREIGN:
+        with pytest.raises(RequestError, match=name):
+            read(**{name: {"image_url": ["x"]}})
+        for nothing in (None, {}, []):
+            assert read_request(request() | {name: nothing}, defaults={}, max_seq_len=64).prompt_token_ids == [1, 2, 3]
 
 
 def test_all_problems_are_in_one_error() -> None:
