@@ -197,6 +197,26 @@ def test_an_old_stream_does_not_cancel_a_new_request_of_the_same_id() -> None:
     assert new.result().finish_reason == "length"
 
 
+def test_a_failed_step_does_not_end_a_later_request_of_the_same_id() -> None:
+    later: list[Any] = []
+
+    def fails(batch: StepBatch) -> bool:
+        is_bad = any(row.token_ids[0] == 9 for row in batch.requests)
+        if is_bad and not later:  # its client leaves while the step runs, and comes again
+            loop.cancel("r")
+            later.append(loop.submit(make_request("r", range(5), max_new_tokens=8)))
+        return is_bad
+
+    executor = make_executor(fails_on=fails)
+    loop = make_loop(executor)
+    stream = loop.submit(make_request("r", [9, 1, 2], max_new_tokens=8))
+    run(loop)
+    assert stream.result().finish_reason == "cancelled"
+    request = make_request("r", range(5), max_new_tokens=8)
+    assert list(later[0].result().token_ids) == expected_tokens(executor, request)
+    loop.close()
+
+
 def test_a_forgotten_stream_ends_its_request() -> None:
     loop = make_loop()
     loop.submit(make_request("r", max_new_tokens=50))

@@ -35,6 +35,12 @@ def test_results_come_in_the_order_of_the_calls(threads: MaskThreads, num_calls:
         assert threads.call_all([giving(i) for i in range(num_calls)]) == list(range(num_calls))
 
 
+def test_threads_share_the_calls_evenly(threads: MaskThreads) -> None:
+    found = threads.call_all([threading.get_ident] * 11)
+    counts = [found.count(ident) for ident in {*found}]
+    assert len(counts) == mask_threads._NUM_THREADS and max(counts) - min(counts) <= 1
+
+
 def test_an_exception_is_the_result_of_its_call(threads: MaskThreads) -> None:
     first, error, last = threads.call_all([giving(1), lambda: 1 // 0, giving(3)])
     assert (first, type(error), last) == (1, ZeroDivisionError, 3)
