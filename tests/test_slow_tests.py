@@ -42,7 +42,7 @@ def test_every_listed_test_is_there() -> None:
         path, *_, function = node_id.partition("[")[0].split("::")
         nodes = [*ast.walk(ast.parse((ROOT / path).read_text()))]
         names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.alias)}
-        assert function in names, node_id
+        assert function in names or "*" in names, node_id  # "*": of another file's tests
 
 
 class Item:
