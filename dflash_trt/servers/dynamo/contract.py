@@ -163,8 +163,8 @@ def run_worker(settings: WorkerSettings) -> int:
     """
     if settings.host is not None:
         os.environ.update(worker_environment(settings.host, os.environ))
-    if IPv4Address(settings.host or own_address()).is_loopback:
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's: by default it listens on all networks
+    if settings.transfer_backend == "nixl" and IPv4Address(settings.host or own_address()).is_loopback:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's UCX listens on all networks by default
     engine = EngineDir.open(settings.engine_dir)
     card = settings.card or shared_card(engine)
     events = PrefixEvents()

@@ -1,6 +1,7 @@
 """Which address a worker listens at, and who is refused one. What sockets there are is tested in test_nodes.py."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,49 @@ def test_all_sockets_are_there_but_those_that_the_user_has_placed() -> None:
     assert worker_environment("10.0.0.2", theirs) == theirs | {"DYN_TCP_RPC_HOST": "10.0.0.2"}
 
 
-@pytest.mark.parametrize("name", ["10.0.0.2", None])
-def test_the_worker_gives_them_to_dynamo(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def environment_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """A worker's, when it opens its engine: of these settings, and of variables that were there."""
+
     class OpenedError(Exception):
         pass
 
     def opened(path: Any) -> None:
         raise OpenedError
 
-    environment = {"OTHER": "kept"}
-    monkeypatch.setattr(contract.os, "environ", environment)
-    monkeypatch.setattr(contract.EngineDir, "open", opened)
-    with pytest.raises(OpenedError):
-        contract.run_worker(WorkerSettings(engine_dir=Path("e"), model_name="m", host=name))
-    assert environment == ({"OTHER": "kept"} if name is None else worker_environment(name, {"OTHER": "kept"}))
+    def run(given: dict[str, str], **settings: Any) -> dict[str, str]:
+        environment = dict(given)
+        monkeypatch.setattr(contract.os, "environ", environment)
+        monkeypatch.setattr(contract.EngineDir, "open", opened)
+        with pytest.raises(OpenedError):
+            contract.run_worker(WorkerSettings(engine_dir=Path("e"), model_name="m", **settings))
+        return environment
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["10.0.0.2", None])
+def test_the_worker_gives_them_to_dynamo(name: str | None, environment_of: Callable[..., dict[str, str]]) -> None:
+    given = {"OTHER": "kept"}
+    assert environment_of(given, host=name) == (given if name is None else worker_environment(name, given))
+
+
+def test_nixl_listens_on_loopback_alone_for_a_worker_there(environment_of: Callable[..., dict[str, str]]) -> None:
+    """Unless the user's variable says otherwise."""
+    networks = {}
+    for host in ("127.0.0.1", "10.0.0.2"):
+        for given in ("", "eth1"):
+            variables = {"UCX_NET_DEVICES": given} if given else {}
+            found = environment_of(variables, host=host, transfer_backend="nixl")
+            networks[host, given] = found.get("UCX_NET_DEVICES")
+    assert networks == {
+        ("127.0.0.1", ""): "lo",
+        ("127.0.0.1", "eth1"): "eth1",
+        ("10.0.0.2", ""): None,
+        ("10.0.0.2", "eth1"): "eth1",
+    }
+    spoken_for = {"DYN_TCP_RPC_HOST": "127.0.0.1"}
+    assert environment_of(spoken_for, transfer_backend="nixl")["UCX_NET_DEVICES"] == "lo"
 
 
 def test_prefill_workers_listen_where_the_front_end_reaches_them(monkeypatch) -> None:
