@@ -271,7 +271,7 @@ def test_without_tensorrt_llm_the_command_of_its_container_is_shown(
     with pytest.raises(ConfigError, match=f"expected one of it and {URL}, found both"):
         LLM(engine.path)
     monkeypatch.setenv(PYTHON, "")  # as good as none
-    with pytest.raises(EngineDirError, match="http://127.0.0.1:9"):
+    with pytest.raises(EngineDirError, match=r"http://127\.0\.0\.1:9"):
         LLM(engine.path)
 
 
