@@ -90,7 +90,12 @@ class Rooms:
             return
         room, loop = self._room(number), asyncio.get_running_loop()
         end = self._sender.watch(keys, lambda blocks: _call_in(loop, room.add, blocks))
-        asyncio.ensure_future(room.has_ended.wait()).add_done_callback(lambda _: loop.call_later(_HELD_S, end))
+
+        def let_go() -> None:
+            end()
+            room.blocks = []
+
+        asyncio.ensure_future(room.has_ended.wait()).add_done_callback(lambda _: loop.call_later(_HELD_S, let_go))
 
     def is_left(self, number: int | None) -> bool:
         """The decode worker has left before the prompt was begun: its client had, or it had all blocks."""
@@ -130,7 +135,6 @@ class Rooms:
                 await writer.drain()
                 num_told += len(new)
             if room.has_ended.is_set():
-                room.blocks = []
                 return True
             await _first(room.has_news, leaving)
         return False

@@ -372,6 +372,7 @@ def test_a_decode_worker_learns_of_blocks_in_memory(
             assert await asyncio.to_thread(receiver.read, ours, [memoryview(part)]) and part == bytes(range(100))
             await asyncio.sleep(0.6)
             assert not await asyncio.to_thread(is_held)
+            assert room.prefill.rooms is not None and room.prefill.rooms._rooms[7].blocks == []
 
     asyncio.run(run())
 
