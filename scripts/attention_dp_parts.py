@@ -4,7 +4,7 @@ PYTHONPATH=. python scripts/attention_dp_parts.py [GPU] [MAX_BATCH_SIZE]
 
 Kimi-K2.6 with its drafter (window 4,096) on eight GPUs, from the plan: memory, K/V tokens as a multiple of those of
 `--tp-size 8 --ep-size 8`, and the time of a rank's products and exchanges. Then the two exchanges of experts for the
-targets of scripts/node_layouts.py, and a step whose requests' pages all ranks divide. Nothing is measured.
+targets of scripts/node_layouts.py, and steps of long requests. Nothing is measured.
 """
 
 import math
@@ -208,43 +208,23 @@ def _exchange_rows(gpu: Gpu, root: Path) -> Iterator[str]:
 
 
 def _context_rows(pair: PairSpecs, gpu: Gpu) -> Iterator[str]:
-    """Steps of tensor parallelism, whose ranks then divide the keys of a request and not its heads of latents.
-
-    Each layer gathers the queries of all heads, and exchanges their outputs and sums of exponents.
-    """
-    clock, mla = clock_of(gpu, None), pair.target.latents[0]
-
-    def work_of(*, attention_dp: bool) -> EngineWork:
+    """Decode steps of long requests, by what the ranks divide."""
+    clock, works, num_tokens = clock_of(gpu, None), list[EngineWork](), list[str]()
+    for fields in ({}, {"attention_dp": True}, {"dcp_size": _RANKS}):
         sizes = {"tp_size": _RANKS, "ep_size": _RANKS, "max_seq_len": 262144, "max_num_tokens": _PROMPT_TOKENS}
-        config = BuildConfig(target="t", drafter="d", draft_window=_WINDOW, attention_dp=attention_dp, **sizes)
-        return EngineWork(plan_engine(config, pair, gpu).pretrained_config, has_drafter=True)
-
-    work, own = work_of(attention_dp=False), work_of(attention_dp=True)
-    for num_requests, context in ((1, 131072), (1, 250000), (5, 131072), (8, 131072), (5, 250000)):
-
-        def step(length: int, num_requests: int = num_requests) -> ComputedRows:
-            return ComputedRows.decode(num_requests=num_requests, context_len=length, num_draft_tokens=_K)
-
-        long, short = work.of(step(context)), work.of(step(1024))
-        own_s = clock.time(own.of(step(context, -(-num_requests // _RANKS)))).device_s
-        whole_s = clock.time(long).device_s
-        attention_s = whole_s - clock.time(short).device_s
-        rows = num_requests * (_K + 1)
-        asked = {"all_gather": mla.latent_dim + mla.rope_dim, "all_to_all": mla.latent_dim + 1}
-        more = tuple(
-            Exchange(
-                kind=kind,  # type: ignore[arg-type]
-                count=pair.target.num_layers,
-                rows=rows,
-                features=mla.num_heads * features,
-                num_bytes=pair.target.num_layers * rows * mla.num_heads * features * 2 * (_RANKS - 1) / _RANKS,
-            )
-            for kind, features in asked.items()
+        config = BuildConfig(target="t", drafter="d", draft_window=_WINDOW, **sizes | fields)
+        made = plan_engine(config, pair, gpu)
+        works.append(EngineWork(made.pretrained_config, has_drafter=True))
+        num_tokens.append(f"{made.num_kv_tokens / 1e6:.2f} million")
+    yield f"| K/V tokens | {' | '.join(num_tokens)} | | |"
+    for num_requests, context in ((1, 8192), (1, 131072), (1, 250000), (8, 131072), (5, 250000), (24, 131072)):
+        requests = (num_requests, -(-num_requests // _RANKS), num_requests)
+        steps = (
+            ComputedRows.decode(num_requests=number, context_len=context, num_draft_tokens=_K) for number in requests
         )
-        more_s = clock.time(replace(long, exchanges=(*long.exchanges, *more))).device_s - whole_s
-        left_s = whole_s - attention_s * (_RANKS - 1) / _RANKS
-        times = " | ".join(f"{1e3 * each:.1f}" for each in (whole_s, own_s, attention_s, more_s, left_s + more_s))
-        yield f"| {num_requests} x {context:,} | {times} | {whole_s / left_s:.2f} | {whole_s / (left_s + more_s):.2f} |"
+        divided, own, positions = (clock.time(work.of(step)).device_s for work, step in zip(works, steps, strict=True))
+        times = " | ".join(f"{1e3 * each:.1f}" for each in (divided, own, positions))
+        yield f"| {num_requests} x {context:,} | {times} | {divided / positions:.2f} | {own / positions:.2f} |"
 
 
 def _table(*columns: str) -> str:
@@ -267,11 +247,8 @@ def main() -> int:
         print("\n" + _table("target", "ranks reached", "counts cheaper from, rows a rank", *times, shared, "runs"))
         for line in _exchange_rows(gpu, root):
             print(line, flush=True)
-        parts = ("attention beyond 1,024", "two exchanges a layer", "step with pages divided")
-        print(
-            "\n"
-            + _table("requests", "step, ms", "with --attention-dp", *parts, "times as fast without exchanges", "with")
-        )
+        columns = ("requests", "tp8ep8, ms a step", "dp8ep8", "tp8ep8dcp8", "as fast as tp8ep8", "as dp8ep8")
+        print("\n" + _table(*columns))
         for line in _context_rows(pair, gpu):
             print(line, flush=True)
     return 0

@@ -81,6 +81,8 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
         hint = "Serve replicas of an engine of one rank instead: `dflash-trt serve ENGINE --gpus ...`."
         expected = "a target with experts, which all ranks share"
         problems.append(problem("attention_dp", expected=expected, found="one without", hint=hint))
+    if mapping.dcp_size != 1:
+        problems += _context_problems(target, mapping.dcp_size)
     num_of = {"group": mapping.tp_size, "all": mapping.num_expert_ranks, "groups": mapping.dp_size}
     for name, length, may_copy, divided_by in _lengths(target, draft):
         num_ranks = num_of[divided_by]
@@ -90,6 +92,18 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
             problems.append(problem("mapping tp_size", expected=expected, found=str(num_ranks), hint=hint))
     problems += _expert_problems((*target.moes, *(draft.moes if draft else ())), mapping)
     return problems
+
+
+def _context_problems(target: TargetSpec, dcp_size: int) -> Iterator[str]:
+    if not target.latents:
+        hint = "Leave dcp_size out: ranks divide K/V heads."
+        expected = "a target with latents, which each rank would hold whole"
+        yield problem("dcp_size", expected=expected, found="one without", hint=hint)
+    for row_size in sorted({mla.latent_dim + mla.rope_dim for mla in target.latents}):
+        if row_size % dcp_size:
+            hint = "Choose another number of ranks."
+            expected = f"a divisor of the {row_size} features of a latent and its key"
+            yield problem("dcp_size", expected=expected, found=str(dcp_size), hint=hint)
 
 
 def _expert_problems(moes: Iterable[Moe], mapping: Mapping) -> Iterator[str]:

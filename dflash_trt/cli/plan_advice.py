@@ -29,7 +29,7 @@ _WIDTH = 100  # columns, where there is no terminal
 _ASSUMED_RATE = 0.8  # of each draft after an accepted one, where nothing is told
 _FACTORS = (0.85, 1.0, 1.1)
 # Options of `build` that the choice decides, and those that need a drafter.
-_CHOSEN = ("tp_size", "ep_size", "attention_dp", "quantization", "max_batch_size", "max_num_tokens")
+_CHOSEN = ("tp_size", "ep_size", "dcp_size", "attention_dp", "quantization", "max_batch_size", "max_num_tokens")
 _OF_DRAFTS = ("drafter", "drafter_overrides", "drafter_quantization", "draft_window", "max_draft_len")
 
 OPTIONS = OptionSet(
@@ -242,6 +242,7 @@ class BuildCommand:
         num_ranks = mapping.world_size
         words += ["--tp-size", str(num_ranks), "--ep-size", str(mapping.ep_size)] if num_ranks > 1 else []
         words += ["--attention-dp"] if mapping.dp_size > 1 else []
+        words += ["--dcp-size", str(mapping.dcp_size)] if mapping.dcp_size > 1 else []
         words += ["--quantization", layout.format] if layout.format else []
         words += ["--max-batch-size", str(limits.max_batch_size), "--max-num-tokens", str(limits.max_num_tokens)]
         return shlex.join([*words, "-o", "build/engine"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflash_trt.simulation.sweep import SimulatedEngine, Workload
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
-_LAYOUT = re.compile(r"(tp|dp)(\d+)(?:ep(\d+))?(?:x(\d+))?")
+_LAYOUT = re.compile(r"(tp|dp)(\d+)(?:ep(\d+))?(?:dcp(\d+))?(?:x(\d+))?")
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": "MTP"}
 
 OPTIONS = OptionSet(
@@ -209,11 +209,11 @@ def _engines(
 ) -> tuple[list["SimulatedEngine"], list[str]]:
     """One for each K, or why there is none."""
     from dflash_trt.plan.planning import plan_engine
-    from dflash_trt.simulation.sweep import SimulatedEngine, check_drafts
+    from dflash_trt.simulation.sweep import SimulatedEngine, check_drafts, ranks_name
 
     ranks, num_replicas = layout
     config = drafted.config.model_copy(update=ranks)
-    name = f"{drafted.name}, {'dp' if config.attention_dp else 'tp'}{config.tp_size}ep{config.ep_size}"
+    name = f"{drafted.name}, {ranks_name(config.mapping)}"
     try:
         made = plan_engine(config, drafted.pair, clock.gpu)
     except DFlashError as error:
@@ -250,11 +250,12 @@ def _layout(text: str) -> tuple[dict[str, Any], int]:
     if not all(1 <= number <= 1024 for number in numbers):
         expected = (
             "tp, or dp for ranks with requests of their own, with the ranks of a replica, ep with groups of experts, "
-            "x with replicas, such as tp8ep8, dp8ep8 or tp1x8"
+            "dcp with ranks that divide latents, x with replicas, such as tp8ep8, dp8ep8, tp8ep8dcp8 or tp1x8"
         )
         raise ConfigError.about("--layout", expected=expected, found=repr(text))
-    num_ranks, ep_size, num_replicas = numbers
-    return {"tp_size": num_ranks, "ep_size": ep_size, "attention_dp": kind == "dp"}, num_replicas
+    num_ranks, ep_size, dcp_size, num_replicas = numbers
+    fields = {"tp_size": num_ranks, "ep_size": ep_size, "dcp_size": dcp_size, "attention_dp": kind == "dp"}
+    return fields, num_replicas
 
 
 def _workload(options: dict[str, Any]) -> "Workload":

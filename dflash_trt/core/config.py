@@ -1,5 +1,6 @@
 """The build configuration, as `dflash-trt build CONFIG.yaml` reads it."""
 
+from collections.abc import Iterator
 from collections.abc import Mapping as AbcMapping
 from typing import Any, Final, Literal, Self
 
@@ -45,6 +46,7 @@ class BuildConfig(Frozen):
     tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
     ep_size: int = Field(default=1, ge=1, le=1024)  # groups of ranks that have a part of the experts each
     attention_dp: bool = False  # each rank has requests of its own, and all weights of attention
+    dcp_size: int = Field(default=1, ge=1, le=1024)  # 1, or tp_size: ranks that divide the positions of latents
     quantization: QuantizationConfig | None = None
     plugin_library: str | None = None  # backend tensorrt, which needs it
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
@@ -74,12 +76,8 @@ class BuildConfig(Frozen):
             raise ValueError("collectives plugin needs backend tensorrt")
         if self.deterministic and self.backend != "tensorrt":
             raise ValueError("deterministic needs backend tensorrt; other backends take it where an engine is opened")
-        if self.tp_size % self.ep_size:
-            raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
-        if self.attention_dp and self.tp_size == 1:
-            raise ValueError("attention_dp needs several ranks: set tp_size to their number")
-        if self.attention_dp and self.backend == "tensorrt_llm":
-            raise ValueError("attention_dp needs backend torch or tensorrt; TensorRT-LLM checkpoints divide attention")
+        for reason in self._rank_problems():
+            raise ValueError(reason)
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "
@@ -87,11 +85,30 @@ class BuildConfig(Frozen):
             )
         return self
 
+    def _rank_problems(self) -> Iterator[str]:
+        if self.tp_size % self.ep_size:
+            yield f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks"
+        if self.attention_dp and self.tp_size == 1:
+            yield "attention_dp needs several ranks: set tp_size to their number"
+        if self.attention_dp and self.backend == "tensorrt_llm":
+            yield "attention_dp needs backend torch or tensorrt; TensorRT-LLM checkpoints divide attention"
+        if self.dcp_size == 1:
+            return
+        if self.backend != "torch":
+            yield f"dcp_size needs backend torch; engines of {self.backend} keep all positions on every rank"
+        if self.attention_dp:
+            yield "dcp_size divides what all ranks attend to; with attention_dp each has requests of its own"
+        if self.dcp_size != self.tp_size:
+            yield f"dcp_size {self.dcp_size} is neither 1 nor tp_size {self.tp_size}"
+        if self.page_size % self.dcp_size:
+            yield f"page_size {self.page_size} is no multiple of dcp_size {self.dcp_size}, which divides each page"
+
     @property
     def mapping(self) -> Mapping:
         """That of rank 0."""
         tp_size, dp_size = (1, self.tp_size) if self.attention_dp else (self.tp_size, 1)
-        return Mapping(world_size=self.tp_size, tp_size=tp_size, dp_size=dp_size, ep_size=self.ep_size)
+        sizes = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": self.ep_size, "dcp_size": self.dcp_size}
+        return Mapping(world_size=self.tp_size, **sizes)
 
     @property
     def drafter_checkpoint(self) -> str | None:

@@ -16,6 +16,9 @@ class Mapping(Frozen):
     TensorRT-LLM's attention data parallelism. All ranks divide MLPs and heads, and groups divide embeddings. Experts
     are divided among all ranks: each of `ep_size` groups of adjacent ranks has a part of them, whose rows and columns
     its `moe_tp_size` ranks divide.
+
+    With `dcp_size` ranks of decode context parallelism (vLLM's name), each rank of a tensor-parallel group keeps every
+    dcp_size-th position of the latents.
     """
 
     world_size: NumRanks = 1
@@ -23,6 +26,7 @@ class Mapping(Frozen):
     pp_size: NumRanks = 1
     dp_size: NumRanks = 1
     ep_size: NumRanks = 1
+    dcp_size: NumRanks = 1
     rank: int = 0
 
     @model_validator(mode="after")
@@ -32,6 +36,8 @@ class Mapping(Frozen):
             raise ValueError(f"world_size {self.world_size} is not {sizes}")
         if self.num_expert_ranks % self.ep_size:
             raise ValueError(f"ep_size {self.ep_size} does not divide the {self.num_expert_ranks} ranks of experts")
+        if self.dcp_size not in (1, self.tp_size):
+            raise ValueError(f"dcp_size {self.dcp_size} is neither 1 nor tp_size {self.tp_size}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
         return self

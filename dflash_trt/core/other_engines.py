@@ -31,6 +31,7 @@ _RENAMED: Final = {
     "max_draft_tokens speculative_num_steps num_draft_tokens",
     "tp_size": "tensor_parallel_size tensor_model_parallel_size tensor_parallel tp world_size",
     "ep_size": "expert_parallel_size enable_expert_parallel moe_ep_size ep",
+    "dcp_size": "decode_context_parallel_size dcp",
     "attention_dp": "enable_attention_dp enable_dp_attention",
     "replicas": "data_parallel_size data_parallel dp_size dp",
     "gpus": "gpu_ids device_ids",

@@ -75,7 +75,8 @@ class PagedKv(_OwnState):
 class PagedLatent(_OwnState):
     """Paged latents of one MLA layer, by token position: the latent, then the rotated key.
 
-    All heads read all of them, so every rank holds a copy. FP8 pages hold e4m3(row / scales.k).
+    All heads read all of them, so every rank holds a copy, or with `num_parts` ranks every num_parts-th position. FP8
+    pages hold e4m3(row / scales.k).
     """
 
     page_axes: ClassVar[tuple[str, ...]] = ("page_size", "row")
@@ -84,14 +85,19 @@ class PagedLatent(_OwnState):
     rope_dim: int
     dtype: DType
     scales: LayerKvScales | None = None
+    num_parts: int = 1
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """[position in the page, latent and rotated key]."""
-        return (page_size, self.latent_dim + self.rope_dim)
+        return (page_size // self.num_parts, self.latent_dim + self.rope_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return math.prod(self.page_shape(1)) * num_bytes_of(self.dtype)
+        """One rank's."""
+        return (self.latent_dim + self.rope_dim) * num_bytes_of(self.dtype) // self.num_parts
+
+    def shard(self, mapping: Mapping) -> Self:
+        return replace(self, num_parts=mapping.dcp_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +228,7 @@ class EngineStates:
     @property
     def replicated_bytes_per_token(self) -> int:
         """The part of it that every rank holds whole."""
-        return sum(state.bytes_per_token for state in self if isinstance(state, PagedLatent))
+        return sum(state.bytes_per_token for state in self if isinstance(state, PagedLatent) and state.num_parts == 1)
 
     def windows(self, max_positions: int) -> tuple[int, ...]:
         """Windows that a sequence outgrows: the page groups after group 0, which keeps all positions."""

@@ -81,7 +81,7 @@ def attention_reduction_kernel(
     is_part = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     heads = (kv_head, kv_heads, heads_per_kv)
     rows = (in_tile, row, is_row, is_part)
-    joined = joined_splits(
+    joined, _, _ = joined_splits(
         (partials, partial_stats),
         (slot, num_splits),
         (sinks, has_sinks),
@@ -136,7 +136,7 @@ def attention_codes_kernel(
     else:
         heads = (kv_head, kv_heads, heads_per_kv)
         rows = (in_tile, row, is_row, is_part)
-        value = joined_splits(
+        value, _, _ = joined_splits(
             (partials, partial_stats),
             (slot, num_splits),
             (sinks, has_sinks),
@@ -165,7 +165,7 @@ def joined_splits(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """float32 [ROWS, DIM]."""
+    """float32 [ROWS, DIM], and of each row the maximum of the scores and the divisor for it."""
     partials, partial_stats = partial_results
     slot, num_splits = splits
     sinks, has_sinks = sinks_of_heads
@@ -192,7 +192,7 @@ def joined_splits(
         output = output * decay[:, None] + part * weight[:, None]
         maximum = new_maximum
     divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, in_tile, row, heads_per_kv, has_sinks)
-    return output / divisor[:, None]
+    return output / divisor[:, None], maximum, divisor
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -37,6 +37,12 @@ def is_direct(request, token_offsets, context_lens, min_direct_rows):
 
 
 @triton.jit
+def log_sum(maximum, total):
+    """Logarithm to base 2 of a row's sum of 2 ** score; -inf if it has seen no key."""
+    return tl.where(total == 0.0, float("-inf"), maximum + tl.log2(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
 def absorb_latents(
     q_latent,  # [TILE, LATENT_DIM]
     q_rope,  # [TILE, ROPE_DIM]
@@ -96,6 +102,7 @@ def latent_attention_kernel(
     attended,  # out, F [N, heads, LATENT]: sums of latents, before the value's factor
     partials,  # float32 [work_slots, groups, TILE, LATENT]
     partial_stats,  # float32 [work_slots, groups, 2, TILE]: maximum, total
+    log_sums,  # out, float32 [N, heads], see context_parts.py; written only with HAS_LOG_SUMS, for tiles of one split
     plan,  # int32 [items, PLAN_WORDS]
     token_offsets,  # int32 [R + 1]
     context_lens,  # int32 [R]
@@ -117,6 +124,7 @@ def latent_attention_kernel(
     KEY_BLOCK: tl.constexpr,
     IS_IN_ONE_PAGE: tl.constexpr,  # a block of keys: KEY_BLOCK divides page_size
     POOLED: tl.constexpr,
+    HAS_LOG_SUMS: tl.constexpr,
 ):
     """Grid: (groups, tile_capacity + work_slots)."""
     group = tl.program_id(0)
@@ -166,6 +174,8 @@ def latent_attention_kernel(
     mask = is_filled[:, None] & (in_latent < LATENT)[None, :]
     offset = in_tile[:, None] * LATENT + in_latent[None, :]
     if num_splits == 1:
+        if HAS_LOG_SUMS:
+            tl.store(log_sums + first_head + in_tile, log_sum(maximum, total), mask=is_filled)
         output *= (k_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(attended + first_head * LATENT + offset, output, mask=mask)
     else:

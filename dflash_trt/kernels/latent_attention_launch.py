@@ -14,6 +14,7 @@ from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.attention_launch import join_splits, num_multiprocessors, workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors, with_fixed_splits
 from dflash_trt.kernels.compiling import active_architecture, fenced_stages
+from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart, PartRows
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_chunk import latent_chunk_kernel
 from dflash_trt.kernels.latent_pages import store_latents_kernel
@@ -41,22 +42,21 @@ def store_latents(
     latents: Tensor,  # F [N, latent_dim], before their norm; rows may be further apart
     k_rope: Tensor,  # F [N, rope_dim], likewise
     queries: Tensor,  # F [N, heads, latent_dim + rope_dim]: the last rope_dim of each head are written
-    pages: Tensor,  # F or float8_e4m3fn [pages, page_size, latent_dim + rope_dim], written
+    pages: Tensor,  # F or float8_e4m3fn [pages, page_size / ranks, latent_dim + rope_dim], written
     requests: RequestTensors,  # context_lens are not read
     positions: Tensor,  # int32 [N]
     rotation: LatentRotation,
     *,
     k_scale: float = 1.0,
     rows: Tensor | None = None,  # out, F [N, latent_dim + rope_dim]: what the pages hold of these rows
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> None:
     """Norm the latents and rotate the keys into their pages, and rotate the queries."""
     num_rows, num_heads, rope_dim = q_rope.shape
     latent_dim, num_requests = latents.shape[1], len(requests.page_table)
     check_tensor("latents", latents, dtype=FLOATS, shape=[num_rows, latent_dim], row_stride_is_free=True)
     check_tensor("k_rope", k_rope, dtype=latents.dtype, shape=[num_rows, rope_dim], row_stride_is_free=True)
-    check(q_rope.dtype == latents.dtype, "q_rope", expected=str(latents.dtype), found=q_rope.dtype, hint="As latents.")
-    check(q_rope.stride(2) == 1, "q_rope", expected="dense heads", found=q_rope.stride(), hint="Call .contiguous().")
-    check_tensor("queries", queries, dtype=latents.dtype, shape=[num_rows, num_heads, latent_dim + rope_dim])
+    _check_queries(q_rope, queries, latents)
     _check_pages(pages, latents.dtype, latent_dim + rope_dim, k_scale)
     check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
     check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[rope_dim // 2])
@@ -87,7 +87,9 @@ def store_latents(
         num_heads,
         num_requests,
         requests.page_table.shape[1],
-        _page_shift(pages),
+        _page_shift(pages) + part.shift,
+        part.rank,
+        part.shift,
         **store_constants(shape, num_requests),
         STORES_ROWS=rows is not None,
         IS_PAIRED=rotation.is_paired,
@@ -95,6 +97,13 @@ def store_latents(
         num_stages=1,
         enable_fp_fusion=True,
     )
+
+
+def _check_queries(q_rope: Tensor, queries: Tensor, latents: Tensor) -> None:
+    (num_rows, num_heads, rope_dim), dtype = q_rope.shape, latents.dtype
+    check(q_rope.dtype == dtype, "q_rope", expected=str(dtype), found=q_rope.dtype, hint="As latents.")
+    check(q_rope.stride(2) == 1, "q_rope", expected="dense heads", found=q_rope.stride(), hint="Call .contiguous().")
+    check_tensor("queries", queries, dtype=dtype, shape=[num_rows, num_heads, latents.shape[1] + rope_dim])
 
 
 def latent_tile(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
@@ -156,6 +165,47 @@ def attend_latents(
 
     Verify blocks and chunks of prompts are one launch: their tiles are of one size.
     """
+    given = queries, pages, requests, latent_dim, score_scale, k_scale, workspace, plans, attended
+    rows = _attend(*given, min_direct_rows=min_direct_rows, split_length=split_length, log_sums=None)
+    join_splits(attended, (rows.partials, rows.stats), rows.plan, requests, rows.partition, rows.heads)
+    return attended
+
+
+def attend_part(
+    queries: Tensor,
+    pages: Tensor,
+    requests: RequestTensors,  # see `own_rows`
+    *,
+    latent_dim: int,
+    score_scale: float,
+    k_scale: float = 1.0,
+    workspace: Tensor,
+    plans: AttentionPlans,
+    attended: Tensor,  # written
+) -> PartRows:
+    """As `attend_latents`, over one rank's part of the positions, for all heads."""
+    log_sums = torch.empty(attended.shape[:2], dtype=torch.float32, device=attended.device)
+    return _attend(
+        queries, pages, requests, latent_dim, score_scale, k_scale, workspace, plans, attended, log_sums=log_sums
+    )
+
+
+def _attend(
+    queries: Tensor,
+    pages: Tensor,
+    requests: RequestTensors,
+    latent_dim: int,
+    score_scale: float,
+    k_scale: float,
+    workspace: Tensor,
+    plans: AttentionPlans,
+    attended: Tensor,
+    *,
+    min_direct_rows: int | None = None,
+    split_length: int | None = None,
+    log_sums: Tensor | None,
+) -> PartRows:
+    """All but joining the splits."""
     _, num_heads, row_size = queries.shape
     shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=row_size - latent_dim)
     _check_attended(queries, pages, requests, shape, attended, k_scale)
@@ -176,6 +226,7 @@ def attend_latents(
         attended,
         partials,
         stats,
+        stats if log_sums is None else log_sums,
         plan,
         requests.token_offsets,
         requests.context_lens,
@@ -191,12 +242,13 @@ def attend_latents(
         0,
         **attention_constants(shape, tile=tile, dtype=queries.dtype, page_size=page_size),
         POOLED=False,
+        HAS_LOG_SUMS=log_sums is not None,
         num_warps=ATTENTION_WARPS,
         num_stages=fenced_stages(attention_stages(queries.dtype), active_architecture()),
         enable_fp_fusion=True,
     )
-    join_splits(attended, (partials, stats), plan, requests, part, (groups, group_heads))
-    return attended
+    heads = (groups, group_heads)
+    return PartRows(attended, stats if log_sums is None else log_sums, partials, stats, plan, part, heads)
 
 
 def _partition(

@@ -39,13 +39,13 @@ def store_halves(out, first, second, head, num_heads, pitch, ROPE: tl.constexpr,
 
 
 # As in attention.py: one build serves steps of all sizes. Strides are the engine's, and nearly always multiples.
-@triton.jit(do_not_specialize=["heads", "num_requests", "pages_per_request", "page_shift"])
+@triton.jit(do_not_specialize=["heads", "num_requests", "pages_per_request", "page_shift", "part", "part_shift"])
 def store_latents_kernel(
     q_rope,  # F, N rows of heads q_pitch apart, ROPE each, the rows q_stride
     latents,  # F, N rows of LATENT, latent_stride apart: before their norm
     k_rope,  # F, N rows of ROPE, k_stride apart
     queries,  # out, F [N, heads, LATENT + ROPE]: written after the first LATENT of each head
-    pages,  # out, F or float8_e4m3fn [pages, page_size, LATENT + ROPE]
+    pages,  # out, F or float8_e4m3fn [pages, page_size >> part_shift, LATENT + ROPE]
     rows,  # out, F [N, LATENT + ROPE]: what the pages hold of these rows; written only with STORES_ROWS
     norm,  # F [LATENT]
     inv_freq,  # float32 [ROPE / 2]
@@ -63,6 +63,8 @@ def store_latents_kernel(
     num_requests,
     pages_per_request,
     page_shift,
+    part,  # pages have the positions whose last part_shift bits are these
+    part_shift,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     LATENT_DIM: tl.constexpr,  # padded to a power of two
@@ -89,8 +91,9 @@ def store_latents_kernel(
         return
     position = tl.load(positions + row)
     page = tl.load(page_table + request.to(tl.int64) * pages_per_request + (position >> page_shift)).to(tl.int64)
-    page_size = 1 << page_shift
-    out = pages + (page * page_size + (position & (page_size - 1))) * (LATENT + ROPE)
+    in_page = position & ((1 << page_shift) - 1)
+    is_own = in_page & ((1 << part_shift) - 1) == part
+    out = pages + (page * ((1 << page_shift) >> part_shift) + (in_page >> part_shift)) * (LATENT + ROPE)
     in_latent = tl.arange(0, LATENT_DIM)
     latent = tl.load(latents + long_row * latent_stride + in_latent, mask=in_latent < LATENT, other=0.0).to(tl.float32)
     weight = tl.load(norm + in_latent, mask=in_latent < LATENT, other=0.0).to(tl.float32)
@@ -100,8 +103,9 @@ def store_latents_kernel(
     first, second = rotated(first, second, cos, sin)
     if pages.dtype.element_ty == tl.float8e4nv:
         latent, first, second = e4m3(latent, k_scale), e4m3(first, k_scale), e4m3(second, k_scale)
-    tl.store(out + in_latent, latent.to(pages.dtype.element_ty), mask=in_latent < LATENT)
-    store_halves(out + LATENT, first, second, only, 1, 0, ROPE, HALF)
+    if is_own:
+        tl.store(out + in_latent, latent.to(pages.dtype.element_ty), mask=in_latent < LATENT)
+        store_halves(out + LATENT, first, second, only, 1, 0, ROPE, HALF)
     if STORES_ROWS:
         if pages.dtype.element_ty == tl.float8e4nv:
             latent, first, second = latent * k_scale, first * k_scale, second * k_scale

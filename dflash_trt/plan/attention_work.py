@@ -34,6 +34,7 @@ class MixingWork:
     num_seen: Array
     block_size: int
     kv_itemsize: int
+    num_parts: int = 1  # ranks that divide the keys, and attend with the heads of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Mixing:
     request_bytes: int  # per request of a step
     is_draft: bool
     kv_itemsize: int
+    num_parts: int = 1
     count: int = 1
 
     def of(self, rows: ComputedRows, num_passes: int, num_slots: int) -> MixingWork:
@@ -76,6 +78,7 @@ class Mixing:
             num_seen=seen,
             block_size=slots,
             kv_itemsize=self.kv_itemsize,
+            num_parts=self.num_parts,
         )
 
 
@@ -86,7 +89,8 @@ def mixings_of(decoder: DecoderSpec, states: Sequence[LayerState], mapping: Mapp
     for layer, state in zip(decoder.layers, states, strict=False):
         owner = state.owner
         sizes = (owner.bytes_per_token, state.bytes_per_token, 2 * state.bytes_per_slot)
-        counts[Mixing(layer.mixer.shard(mapping), *sizes, is_draft, num_bytes_of(owner.dtype))] += 1
+        num_parts = mapping.dcp_size if isinstance(layer.mixer, Mla) else 1
+        counts[Mixing(layer.mixer.shard(mapping), *sizes, is_draft, num_bytes_of(owner.dtype), num_parts)] += 1
     for features in states[decoder.num_layers :]:  # a row is written for each token, and one read for each request
         row = features.bytes_per_token
         counts[Mixing(None, 0, row, row, is_draft, num_bytes_of(features.owner.dtype))] += 1

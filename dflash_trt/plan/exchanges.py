@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.expert_exchange import ExchangeCosts, reached_fraction, sends_by_counts
-from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.engine_dir import PretrainedConfig
 
@@ -69,10 +69,19 @@ class Exchanges:
         """Two all-reduces a layer, of which a rank receives 2 (n - 1) / n, and the logits."""
         target, draft = self._config.target, self._draft
         yield self._exchange("all_reduce", 2 * target.num_layers, rows.tokens, target.hidden_size)
+        if self._config.mapping.dcp_size > 1:
+            yield from self._of_divided_positions(target, rows.tokens)
         yield self._exchange("all_gather", 1, rows.logits, target.vocab_size)
         if draft is not None and (passes := rows.num_passes):
             yield self._exchange("all_reduce", 2 * passes * draft.num_layers, rows.draft_layers, draft.hidden_size)
             yield self._exchange("all_gather", passes, rows.drafts, draft.draft_vocab_size or target.vocab_size)
+
+    def _of_divided_positions(self, target: TargetSpec, num_tokens: int) -> Iterator[Exchange]:
+        """Queries of all heads, and what they attend to on each rank."""
+        for mla, count in Counter(target.latents).items():
+            queries = mla.num_heads * (mla.latent_dim + mla.rope_dim)
+            yield self._exchange("all_gather", count, num_tokens, queries)
+            yield self._exchange("all_to_all", count, num_tokens, mla.num_heads * mla.latent_dim)
 
     def _joint(self, rows: RankRows, shared_tokens: int) -> Iterator[Exchange]:
         """Rows of each feed-forward, embedding and head are gathered, and their sums or their logits given back."""

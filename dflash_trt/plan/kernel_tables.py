@@ -138,12 +138,13 @@ class KernelTables:
         mla, kv, plain = cast(Mla, item.mixer), self._kv_mode(item), self._common.FMHAQuantMode.bfloat16
         if is_prompt:
             return self._prompt("ContextMLA", (mla.num_heads, kv, plain), batch, tokens, seen)
-        heads = mla.num_heads * tokens
+        # Where ranks divide positions, the heads of each are as those of another request over as many keys.
+        heads, requests, keys = mla.num_heads * tokens, batch * item.num_parts, -(-(seen + tokens) // item.num_parts)
         known = min(_MOST_LATENT_HEADS, 1 << (heads - 1).bit_length())
         bmm = self._common.GEMMQuantMode.bfloat16
         return _sum(
             [
-                _times(max(1.0, heads / known), self._decode("GenerationMLA", (known, kv), batch, seen + tokens)),
+                _times(max(1.0, heads / known), self._decode("GenerationMLA", (known, kv), requests, keys)),
                 *(self._tokens("MLABmm", (mla.num_heads, bmm, is_pre), batch * tokens) for is_pre in (True, False)),
             ]
         )

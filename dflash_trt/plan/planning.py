@@ -181,6 +181,7 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
     states, num_ranks = config.states(), config.mapping.tp_size
     if states.replicated_bytes_per_token and num_ranks > 1:
         other = "ranks with requests of their own (--attention-dp)" if config.target.moes else "replicas on fewer ranks"
+        other = f"{other}, or ranks that divide positions (--dcp-size {num_ranks}),"
         copied, whole = states.replicated_bytes_per_token / 1024, states.bytes_per_token / 1024
         yield (
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "

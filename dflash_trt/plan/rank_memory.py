@@ -112,7 +112,8 @@ def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multipr
     attention = max((_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers), default=0)
     tiles = num_tiles(config.target.vocab_size)
     per_row = sum((item.per_row + item.per_tile * tiles) * num_bytes_of(item.dtype) for item in SCRATCH)
-    latents = [_latent_shape(mla.shard(config.mapping)) for mla in config.target.latents]
+    divides = config.mapping.dcp_size > 1  # positions: all heads attend on each rank
+    latents = [_latent_shape(mla if divides else mla.shard(config.mapping)) for mla in config.target.latents]
     of_latents = [largest_workspace(shape, num_multiprocessors=multiprocessors) for shape in latents]
     attention = max(attention, *of_latents, 0)
     num_tokens = _max_tokens(limits)
@@ -181,9 +182,16 @@ def layer_features(
         has_nodes=has_nodes,
         float32_size=num_bytes_of("float32") // num_bytes_of(config.dtype),
     )
+    if config.mapping.dcp_size > 1 and isinstance(layer.mixer, Mla):
+        mixed += _exchanged_features(layer.mixer)
     fed = layer.feed_forward.held_features(hidden_size, config.mapping)
     # Input, normed, result; after attention also its result and their sum.
     return max(3 * hidden_size + mixed, (5 + layer.has_post_norms) * hidden_size + fed)
+
+
+def _exchanged_features(mla: Mla) -> int:
+    """Elements for each token where ranks divide positions: queries of all heads, or what is sent and received."""
+    return max(mla.num_heads * (mla.latent_dim + mla.rope_dim), 2 * mla.num_heads * (mla.latent_dim + 2))
 
 
 def _latent_shape(mla: Mla) -> LatentShape:

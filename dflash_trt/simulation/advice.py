@@ -28,7 +28,7 @@ from dflash_trt.plan.step_costs import StepClock
 from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.simulation.acceptance import AcceptanceByPosition
 from dflash_trt.simulation.load import Lengths
-from dflash_trt.simulation.sweep import layout_name
+from dflash_trt.simulation.sweep import layout_name, ranks_name
 
 _BATCH_SIZES: Final = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 _FORMATS: Final = ("fp8", "nvfp4")  # that a checkpoint without a format may take
@@ -284,8 +284,7 @@ def layouts(
                 found += [replace(layout, num_prefill_workers=count) for count in range(most)]
                 continue
             reason = "no room for a request"
-        kind = "dp" if ranks["attention_dp"] else "tp"
-        layout_words = f"{kind}{ranks['tp_size']}ep{ranks['ep_size']}"
+        layout_words = ranks_name(config.model_copy(update=ranks).mapping)
         reasons.setdefault(reason, []).append(f"{layout_words}, {name or 'as stored'}")
     if goal.num_gpus > GPUS_PER_NODE:
         reasons["sums over nodes take their network, which is not planned"] = [f"more than {GPUS_PER_NODE} ranks"]
@@ -336,9 +335,18 @@ def _ranks(goal: Goal, pair: PairSpecs, config: BuildConfig) -> list[dict[str, i
         for size in sizes
         for ep_size in dict.fromkeys((1, size))
     ]
-    if config.backend != "torch" or not pair.target.moes:
+    if config.backend != "torch":
         return divided
-    return divided + [{"tp_size": size, "ep_size": size, "attention_dp": True} for size in sizes if size > 1]
+    if pair.target.moes:
+        own_requests = [{"tp_size": size, "ep_size": size, "attention_dp": True} for size in sizes if size > 1]
+    else:
+        own_requests = []
+    own_positions = [
+        ranks | {"dcp_size": ranks["tp_size"]}
+        for ranks in divided
+        if pair.target.latents and ranks["tp_size"] > 1 and config.page_size % ranks["tp_size"] == 0
+    ]
+    return [*divided, *own_requests, *own_positions]
 
 
 def _formats(config: BuildConfig, clock: StepClock) -> list[str | None]:

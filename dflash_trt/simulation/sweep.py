@@ -32,9 +32,14 @@ _SEED = 20
 
 def layout_name(mapping: Mapping, num_replicas: int) -> str:
     """As `--layout` takes it."""
+    return f"{ranks_name(mapping)}x{num_replicas}"
+
+
+def ranks_name(mapping: Mapping) -> str:
     ranks = f"tp{mapping.tp_size}" if mapping.dp_size == 1 else f"dp{mapping.dp_size}"
     experts = f"ep{mapping.ep_size}" if mapping.ep_size > 1 else ""
-    return f"{ranks}{experts}x{num_replicas}"
+    positions = f"dcp{mapping.dcp_size}" if mapping.dcp_size > 1 else ""
+    return f"{ranks}{experts}{positions}"
 
 
 @dataclass(frozen=True, kw_only=True)

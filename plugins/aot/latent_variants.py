@@ -37,7 +37,7 @@ from plugins.aot.attention_variants import attention_plan_variant
 from plugins.aot.variant import KernelVariant, pointer
 
 _TYPES: Final = {
-    pointer(torch.float32): ("partials", "partial_stats", "sinks", "inv_freq"),
+    pointer(torch.float32): ("partials", "partial_stats", "log_sums", "sinks", "inv_freq"),
     pointer(torch.int32): ("plan", "positions", "token_offsets", "context_lens", "page_table"),
     pointer(torch.int64): ("state_pools",),
     "fp32": ("score_scale", "k_scale", "amplitude", "eps"),
@@ -122,7 +122,7 @@ def latent_attention_variant(
         f"latent_attention_{_name(shape, dtype, page_dtype)}_{keys}{'_pooled' if is_pooled else ''}",
         latent_attention_kernel,
         (dtype, page_dtype),
-        constants | {"POOLED": is_pooled},
+        constants | {"POOLED": is_pooled, "HAS_LOG_SUMS": False},
         num_warps=launch.ATTENTION_WARPS,
         num_stages=launch.attention_stages(dtype),
         is_fenced=True,

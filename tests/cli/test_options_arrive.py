@@ -395,6 +395,7 @@ BUILD += ["--draft-window", "44"]
 KERNELS = ["--compile-for", "sm_90a,sm_103a"]  # not for plan
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugin-library", "/p"]
 COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin", "--deterministic"]
+POSITIONS = ["--target", "t", "--tp-size", "2", "--dcp-size", "2"]
 QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
@@ -414,6 +415,7 @@ BUILT = BuildConfig(
     compile_for=("sm_90a", "sm_103a"),
 )
 BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin", deterministic=True)
+BUILT_WITH_POSITIONS = BuildConfig(target="t", tp_size=2, dcp_size=2)
 BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugin_library="/p")
 
 
@@ -431,6 +433,8 @@ def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
             "overwrite": overwrite,
             "command": ["dflash-trt", *words, *more],
         }
+    assert invoke("build", *POSITIONS, "-o", "out").stderr == "error: recorded\n"
+    assert builder.arguments["config"] == BUILT_WITH_POSITIONS
 
 
 def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
@@ -459,11 +463,12 @@ def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_run
 
 def test_no_option_of_build_is_left_out_here() -> None:
     ranks = ["--tp-size", "2", "--ep-size", "2", "--attention-dp"]
-    cases = ([*BUILD, *KERNELS, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
+    cases = ([*BUILD, *KERNELS, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES, POSITIONS)
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
     fields = BuildConfig(target="default")
     for name in BuildConfig.model_fields:
-        values = [getattr(config, name) for config in (BUILT, BUILT_BY_TENSORRT, BUILT_WITH_COLLECTIVES)]
+        built = (BUILT, BUILT_BY_TENSORRT, BUILT_WITH_COLLECTIVES, BUILT_WITH_POSITIONS)
+        values = [getattr(config, name) for config in built]
         assert any(value != getattr(fields, name) for value in values), name
 
 
@@ -483,10 +488,11 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
         "pair": (pair, 44),
         "gpu": gpu_of("b300"),
     }
-    for words, config in ((TENSORRT, BUILT_BY_TENSORRT), (COLLECTIVES, BUILT_WITH_COLLECTIVES)):
+    others = ((TENSORRT, BUILT_BY_TENSORRT), (COLLECTIVES, BUILT_WITH_COLLECTIVES), (POSITIONS, BUILT_WITH_POSITIONS))
+    for words, config in others:
         assert invoke("plan", *words, "--gpu", "b300").stderr == "error: recorded\n"
         assert planner.arguments["config"] == config
-    cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES))
+    cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES, POSITIONS))
     of_the_report = {"sources", "acceptance_lengths", "concurrencies", "contexts", "as_json"}  # test_plan.py has them
     of_the_report |= {"machine", "sweep", *plan_sweep.OPTIONS.flags}  # test_plan_sweep.py has these
     of_the_report |= {*plan_advice.OPTIONS.flags}  # test_plan_advice.py

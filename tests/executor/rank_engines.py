@@ -1,7 +1,7 @@
 """Engines of one pair for one rank and for two, opened on the CPU."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -88,6 +88,12 @@ class _Skips:
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return self._own_or(torch.cat([x, x], dim=-1), self._ranks.all_gather_columns(x))
+
+    def all_gather_rows(self, x: torch.Tensor, num_rows: Sequence[int]) -> torch.Tensor:
+        return self._own_or(torch.cat([x, x]), self._ranks.all_gather_rows(x, num_rows))
+
+    def all_to_all_by_counts(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        return self._own_or(x, self._ranks.all_to_all_by_counts(x, sent, received))
 
     def _own_or(self, own: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
         self._num_calls += 1

@@ -44,6 +44,18 @@ def test_so_do_they_for_other_families(tmp_path: Path, name: str) -> None:
     assert integers(found) == integers(expected)
 
 
+def test_so_do_they_where_they_divide_the_positions_of_latents(tmp_path: Path) -> None:
+    make_pair("deepseek v3", tmp_path)
+    sizes = {"max_batch_size": 4, "max_num_tokens": 16}
+    engines = [build(tmp_path, tp_size=1, **sizes), build(tmp_path, tp_size=2, dcp_size=2, **sizes)]
+    with opened(engines[0]) as one, opened(engines[1], device="cuda") as two:
+        for samplings in (GREEDY, SAMPLED):
+            expected, _ = trace(one, samplings, num_draft_tokens=(3, 0))
+            for _ in range(3):  # run, capture, replay
+                found, _ = trace(two, samplings, num_draft_tokens=(3, 0))
+                assert integers(found) == integers(expected)
+
+
 def test_a_killed_worker_does_not_leave_the_other_gpu_waiting(tmp_path: Path) -> None:
     make_zlab_pair(tmp_path, draft=HEAD, **HEAD)
     with opened(build(tmp_path, tp_size=2), device="cuda") as two:

@@ -1,7 +1,8 @@
 """Steps of latent attention over pages whose unused rows hold NaN, and what plain PyTorch makes of them."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from dflash_trt.backends.cuda.handles import Heads, Norm, RopeRows, RowsIndex
 from dflash_trt.backends.cuda.latent_attention import LatentMemory, attend_device_latent, shape_of
 from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.latent_attention import attend_latent
+from dflash_trt.backends.torch.process_group import ONE_RANK, OneRank, RankGroup
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
@@ -20,6 +22,8 @@ from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_launch import num_multiprocessors
 from dflash_trt.kernels.attention_plan import RequestTensors
+from dflash_trt.kernels.context_parts_launch import ContextPart, own_rows
+from dflash_trt.kernels.latent_attention_launch import min_direct_rows
 from dflash_trt.kernels.latent_rules import largest_workspace
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
 from dflash_trt.network.ops import Rows
@@ -28,6 +32,7 @@ from dflash_trt.network.state import LatentCache
 from tests.kernels.reference_rope_and_pages import rotate
 from tests.kernels.test_attention_kernels import step_inputs
 
+T = TypeVar("T")
 NUM_VERIFY_ROWS = 4
 
 
@@ -96,9 +101,69 @@ def make_tensors(step: Step, *, seed: int = 0) -> Tensors:
     )
 
 
-def cache_of(step: Step, pages: Tensor) -> LatentCache[Tensor]:
+class _WaitsError(Exception):
+    """Another rank has not come as far."""
+
+
+@dataclass
+class RanksInTurn(OneRank):
+    """Ranks that run one after another, again and again, each time as far as the others' exchanges let them."""
+
+    num_ranks: int  # type: ignore[misc]
+    rank: int = 0  # type: ignore[misc]
+    sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by exchange and rank
+    num_calls: int = 0
+
+    def run(self, compute: Callable[[int], T]) -> list[T]:
+        """`compute(rank)` of every rank."""
+        while True:
+            done = list[T]()
+            for rank in range(self.num_ranks):
+                self.rank, self.num_calls = rank, 0
+                try:
+                    done.append(compute(rank))
+                except _WaitsError:
+                    continue
+            if len(done) == self.num_ranks:
+                return done
+
+    def all_gather_rows(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        return torch.cat(self._of_all(x))
+
+    def all_to_all_by_counts(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return torch.cat([of_rank.split(list(sent))[self.rank] for of_rank in self._of_all(x)])
+
+    def _of_all(self, x: Tensor) -> list[Tensor]:
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        self.sent[call, self.rank] = x.clone()
+        if any((call, rank) not in self.sent for rank in range(self.num_ranks)):
+            raise _WaitsError
+        return [self.sent[call, rank] for rank in range(self.num_ranks)]
+
+
+def run_ranks(step: Step, tensors: Tensors, device: torch.device, *, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """As `run_kernels`, over ranks that have every num_ranks-th position and a part of the heads each."""
+    ranks, mla = RanksInTurn(num_ranks), step.mla
+    num_heads = mla.num_heads // num_ranks
+
+    def of_rank(rank: int) -> tuple[Tensor, Tensor]:
+        heads = slice(rank * num_heads, (rank + 1) * num_heads)
+        own = replace(
+            tensors,
+            q_nope=tensors.q_nope[:, heads],
+            q_rope=tensors.q_rope[:, heads],
+            kv_b=tensors.kv_b.view(mla.num_heads, -1, mla.latent_dim)[heads].flatten(0, 1),
+            pages=tensors.pages[:, rank::num_ranks].contiguous(),
+        )
+        return run_kernels(replace(step, mla=mla.model_copy(update={"num_heads": num_heads})), own, device, ranks)
+
+    outputs, pages = zip(*ranks.run(of_rank), strict=True)
+    return torch.cat(outputs, 1), torch.stack(pages, 2).flatten(1, 2)
+
+
+def cache_of(step: Step, pages: Tensor, num_parts: int = 1) -> LatentCache[Tensor]:
     scales = None if step.k_scale is None else LayerKvScales(k=step.k_scale, v=step.k_scale)
-    sizes = {"latent_dim": step.mla.latent_dim, "rope_dim": step.mla.rope_dim}
+    sizes = {"latent_dim": step.mla.latent_dim, "rope_dim": step.mla.rope_dim, "num_parts": num_parts}
     return LatentCache(pages, PagedLatent(name="latents", dtype=dtype_name(pages.dtype), scales=scales, **sizes))
 
 
@@ -128,7 +193,9 @@ def run_reference(step: Step, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return attend_latent(plan, *queries, latents, rotated, tensors.kv_b, cache_of(step, pages), mla), pages
 
 
-def run_kernels(step: Step, tensors: Tensors, device: torch.device) -> tuple[Tensor, Tensor]:
+def run_kernels(
+    step: Step, tensors: Tensors, device: torch.device, ranks: RankGroup = ONE_RANK
+) -> tuple[Tensor, Tensor]:
     """The same, [N, heads * v_head_dim]; rows of no request have what memory was left with: zeros."""
     mla, pages = step.mla, tensors.pages.to(device, copy=True)
     frequencies = rope_frequencies(mla.rotary)
@@ -139,20 +206,28 @@ def run_kernels(step: Step, tensors: Tensors, device: torch.device) -> tuple[Ten
         context_lens=tensors.requests.context_lens.to(device),
         page_table=tensors.requests.page_table.to(device),
     )
+    part = ContextPart(ranks.rank, ranks.num_ranks)
+    own_piece = None
+    if part.num_ranks > 1:
+        least = min_direct_rows(num_rows=len(positions), num_requests=len(step.rows), num_verify_rows=NUM_VERIFY_ROWS)
+        own = own_rows(requests, positions, part, min_direct_rows=least)
+        own_piece = Piece(rows=slice(len(positions)), requests=own)
+    piece = Piece(rows=slice(len(positions)), requests=requests)
     rows: Rows[Any] = Rows(
         positions=positions,
         token_offsets=requests.token_offsets,
         context_lens=requests.context_lens,
         page_table=requests.page_table,
         keeps_kv=True,
-        index=(RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),),
+        index=(RowsIndex(requests=requests, pieces=(piece,), own_piece=own_piece),),
     )
     rope = RopeRows(inv_freq, frequencies.amplitude, positions)
     # Parts of projections, as the network cuts them.
     queries = torch.cat((tensors.q_nope, tensors.q_rope), -1).to(device)
     q_nope, q_rope = queries.split((mla.nope_dim, mla.rope_dim), -1)
     latents, k_rope = tensors.projected.to(device).split((mla.latent_dim, mla.rope_dim), -1)
-    workspace = largest_workspace(shape_of(mla), num_multiprocessors=num_multiprocessors(device))
+    attending = mla.model_copy(update={"num_heads": mla.num_heads * ranks.num_ranks})
+    workspace = largest_workspace(shape_of(attending), num_multiprocessors=num_multiprocessors(device))
     attended = attend_device_latent(
         (Heads(q_nope), Heads(q_rope, rope=rope, is_paired=mla.has_paired_rope)),
         (
@@ -161,10 +236,11 @@ def run_kernels(step: Step, tensors: Tensors, device: torch.device) -> tuple[Ten
         ),
         tensors.kv_b.to(device),
         rows,
-        cache_of(step, pages),
+        cache_of(step, pages, ranks.num_ranks),
         mla,
-        LatentMemory.allocate([mla], num_rows=len(positions), dtype=step.dtype, device=device),
+        LatentMemory.allocate([attending], num_rows=len(positions), dtype=step.dtype, device=device, part=part),
         torch.full((workspace,), torch.nan, device=device),
+        ranks,
         num_verify_rows=NUM_VERIFY_ROWS,
     )
     return attended.cpu(), pages.cpu()

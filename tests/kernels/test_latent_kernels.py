@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels import latent_attention_launch
-from tests.kernels.latent_steps import Step, Tensors, make_tensors, mla_of, run_kernels, run_reference
+from tests.kernels.latent_steps import Step, Tensors, make_tensors, mla_of, run_kernels, run_ranks, run_reference
 from tests.kernels.test_sampling_variants import Recorder
 
 # Largest absolute error seen under the interpreter, times 3: 1e-6 in float32, 2e-3 in float16.
@@ -67,6 +67,44 @@ def test_rows_attend_as_on_the_torch_back_end(step: Step, device: torch.device, 
         assert (differences > 0).sum() <= 0.01 * differences.numel()
     assert error(got[:num_rows], want) <= TOLERANCE[step.dtype] * (1 if step.k_scale is None else 4)
     assert (got[num_rows:] == 0).all(), "rows that belong to no request were written"
+
+
+DIVIDED = {
+    "prompts and blocks, two ranks": (2, Step(rows=(15, 4, 1, 17), contexts=(0, 31, 32, 0))),
+    "a rank without positions of a request, padded rows, four ranks": (
+        4,
+        Step(rows=(2, 0, 1, 1), contexts=(0, 9, 40, 1), num_extra_rows=3),
+    ),
+    "a prompt that begins, its chunk behind a context, two ranks": (
+        2,
+        Step(rows=(66, 40, 4), contexts=(0, 9, 33), mla=mla_of(2), page_size=32),
+    ),
+    "many splits, two ranks": (2, Step(rows=(3,), contexts=(1200,), mla=mla_of(16), page_size=64)),
+    "published sizes, float16, eight ranks": (
+        8,
+        Step(rows=(3, 1), contexts=(130, 20), mla=mla_of(16, **PUBLISHED), page_size=128, dtype=torch.float16),
+    ),
+    "FP8 pages, two ranks": (2, Step(rows=(4, 1), contexts=(30, 16), page_size=32, k_scale=0.02)),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "step"), DIVIDED.values(), ids=DIVIDED.keys())
+def test_ranks_that_divide_positions_attend_as_one(
+    num_ranks: int, step: Step, device: torch.device, exact_fp8: None
+) -> None:
+    """Pages as of one rank, each position on one rank alone; the sums are joined as if they had not been divided."""
+    tensors = make_tensors(step)
+    (got, pages), (want, expected) = run_ranks(step, tensors, device, num_ranks=num_ranks), run_reference(step, tensors)
+    num_rows = sum(step.rows)
+    is_stored = ~pages.float().isnan()
+    assert int(is_stored.all(-1).sum()) == num_rows + sum(step.contexts), "other rows were written"
+    differences = (pages.float() - expected.float())[is_stored].abs()
+    if step.k_scale is None:
+        assert differences.max() <= PAGE_TOLERANCE[step.dtype]
+    else:
+        assert (differences > 0).sum() <= 0.01 * differences.numel()
+    assert error(got[:num_rows], want) <= TOLERANCE[step.dtype] * (1 if step.k_scale is None else 4)
+    assert (got[num_rows:] == 0).all()
 
 
 def test_prompts_that_begin_are_attended_directly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

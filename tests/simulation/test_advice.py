@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_named_with_its_reason(pair: PairSpecs) -> None:
     goal = Goal(num_gpus=2, lengths=Lengths(num_prompt_tokens=100_000, num_output_tokens=10))
     found, reasons = layouts(huge, [(pair, ACCEPTANCE)], clock, goal)
     assert found == [] and "no room for a request" in reasons[0]
-    assert reasons[0].startswith("tp1ep1, as stored; ")
+    assert reasons[0].startswith("tp1, as stored; ")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,8 +104,8 @@ class TorchGpuExecutor:
         assert ranks.num_ranks == network.mapping.world_size, "a shard of a network needs all of its ranks"
         self._ranks, self._dtype = ranks, activation_dtype(network)
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
-        self.page_plan = page_plan
-        self.is_deterministic = is_deterministic
+        _check_parts(network.mapping.dcp_size, is_deterministic)
+        self.page_plan, self.is_deterministic = page_plan, is_deterministic
         self._make_ops = DeterministicGpuOps if is_deterministic else TorchGpuOps
         self.network = _prepared(network, is_deterministic=is_deterministic)
         self.limits = limits_of(
@@ -462,6 +462,16 @@ def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> Non
         if found > most:
             hint = "Build the engine with less."
             raise ConfigError.about(name, expected=f"at most {most} on a GPU", found=str(found), hint=hint)
+
+
+def _check_parts(dcp_size: int, is_deterministic: bool) -> None:
+    """Raises ConfigError for what ranks that divide positions cannot do on a GPU."""
+    if dcp_size & (dcp_size - 1):
+        hint = "Build the engine with another number of ranks."
+        raise ConfigError.about("dcp_size", expected="a power of two on a GPU", found=str(dcp_size), hint=hint)
+    if dcp_size > 1 and is_deterministic:
+        expected, hint = "dcp_size 1 on a GPU", 'Build the engine without --dcp-size, or run it with device "cpu".'
+        raise ConfigError.about("deterministic", expected=expected, found=f"dcp_size {dcp_size}", hint=hint)
 
 
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:

@@ -5,20 +5,23 @@ between all heads attend over the latents themselves. Direct, one GEMM makes K a
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
+from dflash_trt.backends.torch.process_group import RankGroup
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart, join_parts
 from dflash_trt.kernels.head_product_launch import head_product
 from dflash_trt.kernels.latent_attention_launch import (
     LatentRotation,
     attend_chunks,
     attend_latents,
+    attend_part,
     min_direct_rows,
     store_latents,
 )
@@ -33,12 +36,19 @@ class LatentMemory:
 
     queries: Tensor  # flat
     attended: Tensor
+    part: ContextPart = WHOLE_CONTEXT
 
     @classmethod
     def allocate(
-        cls, mlas: Collection[Mla], *, num_rows: int, dtype: torch.dtype, device: torch.device
+        cls,
+        mlas: Collection[Mla],
+        *,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: ContextPart = WHOLE_CONTEXT,
     ) -> "LatentMemory | None":
-        """`mlas` are one rank's. Returns None if no layer has latents."""
+        """`mlas` have the heads that attend here: a rank's, or all over its part. None if no layer has latents."""
         if not mlas:
             return None
         shapes = [shape_of(mla) for mla in mlas]
@@ -47,6 +57,7 @@ class LatentMemory:
         return cls(
             queries=torch.zeros(num_queries, dtype=dtype, device=device),
             attended=torch.zeros(num_attended, dtype=dtype, device=device),
+            part=part,
         )
 
     def views(self, num_rows: int, shape: LatentShape) -> tuple[Tensor, Tensor]:
@@ -71,49 +82,65 @@ def attend_device_latent(
     mla: Mla,
     memory: LatentMemory | None,
     workspace: Tensor,
+    ranks: RankGroup,
     *,
     num_verify_rows: int,
 ) -> Tensor:
     """See `Ops.attend_latent`. Norm and rotations are done where their results are stored."""
     assert memory is not None
     (piece,) = rows.index[0].pieces
-    q_nope = queries[0].x
+    q_nope, part = queries[0].x, memory.part
     num_rows, num_heads, _ = q_nope.shape
     k_factor, v_factor = _factors(kv_b, mla)
-    absorbed, attended = memory.views(num_rows, shape_of(mla))
+    if part.num_ranks == 1:
+        absorbed, attended = memory.views(num_rows, shape_of(mla))
+    else:
+        absorbed = q_nope.new_empty(num_rows, num_heads, mla.latent_dim + mla.rope_dim)
     torch.bmm(q_nope.transpose(0, 1), k_factor, out=absorbed[..., : mla.latent_dim].transpose(0, 1))
     least = min_direct_rows(num_rows=num_rows, num_requests=len(rows.context_lens), num_verify_rows=num_verify_rows)
     own = None if least is None else absorbed.new_empty(num_rows, absorbed.shape[2])
     k_scale = (cache.spec.scales or LayerKvScales()).k
-    _store(queries[1], stored, absorbed, own, rows, cache.tensor, k_scale)
-    attend_latents(
-        absorbed,
-        cache.tensor,
-        piece.requests,
-        latent_dim=mla.latent_dim,
-        score_scale=mla.scale,
-        k_scale=k_scale,
-        workspace=workspace,
-        plans=piece.plans,
-        attended=attended,
-        min_direct_rows=least,
-    )
+    _store(queries[1], stored, absorbed, own, rows, cache.tensor, k_scale, part)
+    options: dict[str, Any] = {"latent_dim": mla.latent_dim, "score_scale": mla.scale, "k_scale": k_scale}
+    if part.num_ranks == 1:
+        options |= {"plans": piece.plans, "attended": attended, "min_direct_rows": least}
+        attend_latents(absorbed, cache.tensor, piece.requests, workspace=workspace, **options)
+    else:
+        attended = _over_all_ranks(absorbed, cache, rows, mla, memory, workspace, ranks, options)
     values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
     torch.bmm(attended.transpose(0, 1), v_factor.transpose(1, 2), out=values.transpose(0, 1))
     if own is not None and least is not None:
-        attend_chunks(
-            q_nope,
-            absorbed,
-            torch.mm(own[:, : mla.latent_dim], kv_b.t()).view(num_rows, num_heads, -1),
-            own,
-            piece.requests,
-            latent_dim=mla.latent_dim,
-            score_scale=mla.scale,
-            min_rows=least,
-            plans=piece.plans,
-            attended=values,
-        )
+        kv = torch.mm(own[:, : mla.latent_dim], kv_b.t()).view(num_rows, num_heads, -1)
+        sizes: dict[str, Any] = {"latent_dim": mla.latent_dim, "score_scale": mla.scale, "min_rows": least}
+        attend_chunks(q_nope, absorbed, kv, own, piece.requests, plans=piece.plans, attended=values, **sizes)
     return values.flatten(1)
+
+
+def _over_all_ranks(
+    absorbed: Tensor,  # F [N, heads, latent_dim + rope_dim], of this rank's heads
+    cache: LatentCache[Tensor],
+    rows: Rows[Any],
+    mla: Mla,
+    memory: LatentMemory,
+    workspace: Tensor,
+    ranks: RankGroup,
+    options: dict[str, Any],
+) -> Tensor:  # F [N, heads, latent_dim]
+    """See `kernels.context_parts`."""
+    num_rows, num_heads, _ = absorbed.shape
+    piece, num_ranks = rows.index[0].own_piece, ranks.num_ranks
+    assert piece is not None and num_ranks == memory.part.num_ranks == cache.spec.num_parts
+    counts = [num_rows] * num_ranks
+    shape = replace(shape_of(mla), num_heads=num_heads * num_ranks)
+    queries, attended = memory.views(num_rows, shape)
+    by_rank = queries.view(num_rows, num_ranks, -1).transpose(0, 1)
+    by_rank.copy_(ranks.all_gather_rows(absorbed.flatten(1), counts).view(by_rank.shape))
+    part = attend_part(
+        queries, cache.tensor, piece.requests, workspace=workspace, plans=piece.plans, attended=attended, **options
+    )
+    sent = part.by_rank(num_ranks)
+    received = ranks.all_to_all_by_counts(sent.view(num_ranks * num_rows, -1), counts, counts)
+    return join_parts(received.view(sent.shape), rows.index[0].requests.token_offsets)
 
 
 def attend_latent_in_splits(
@@ -170,6 +197,7 @@ def _store(
     rows: Rows[Any],
     pages: Tensor,
     k_scale: float,
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> None:
     latents, k_rope = stored
     rope = k_rope.rope
@@ -191,4 +219,5 @@ def _store(
         ),
         k_scale=k_scale,
         rows=own,
+        part=part,
     )

@@ -43,7 +43,10 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
+from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_plan import AttentionOptions
+from dflash_trt.kernels.context_parts_launch import own_rows
+from dflash_trt.kernels.latent_attention_launch import min_direct_rows
 from dflash_trt.kernels.norm_launch import sigmoid_mul
 from dflash_trt.kernels.rope_and_pages_launch import (
     Rotation,
@@ -218,8 +221,19 @@ class TorchGpuOps(DrafterOps):
         return replace(q, x=torch.mul(q.x, self._query_factors[temperature], out=scaled))
 
     def token_rows(self) -> Rows[Any]:
-        inputs = self._inputs
-        return rows_of(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
+        inputs, latents = self._inputs, self._resources.latents
+        rows = rows_of(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
+        if latents is None or latents.part.num_ranks == 1:
+            return rows
+        first, *others = rows.index
+        least = min_direct_rows(
+            num_rows=len(rows.positions),
+            num_requests=len(rows.context_lens),
+            num_verify_rows=self._num_draft_tokens + 1,
+        )
+        own = own_rows(first.requests, rows.positions, latents.part, min_direct_rows=least)
+        first = replace(first, own_piece=Piece(rows=slice(len(rows.positions)), requests=own))
+        return replace(rows, index=(first, *others))
 
     def attend(
         self,
@@ -332,7 +346,16 @@ class TorchGpuOps(DrafterOps):
         memory, workspace = self._resources.latents, self._resources.attention_workspace
         num_verify_rows = self._num_draft_tokens + 1
         return attend_device_latent(
-            queries, stored, tensor_of(kv_b), rows, cache, mla, memory, workspace, num_verify_rows=num_verify_rows
+            queries,
+            stored,
+            tensor_of(kv_b),
+            rows,
+            cache,
+            mla,
+            memory,
+            workspace,
+            self._ranks,
+            num_verify_rows=num_verify_rows,
         )
 
     def gated_delta(

@@ -14,6 +14,7 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
+from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart
 from dflash_trt.kernels.latent_rules import largest_workspace
 from dflash_trt.kernels.rope_and_pages_launch import DraftLayers
 from dflash_trt.network.rope import rope_frequencies
@@ -48,7 +49,8 @@ class GpuResources:
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
         mixers = {gqa.shard(mapping) for decoder in decoders for gqa in decoder.attentions}
-        latents = {mla.shard(mapping) for mla in target.latents}
+        divides = mapping.dcp_size > 1  # the positions of latents: all heads attend on each rank
+        latents = {mla if divides else mla.shard(mapping) for mla in target.latents}
         frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers | latents}
         workspaces = [
             attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
@@ -74,7 +76,13 @@ class GpuResources:
             attended_codes=torch.zeros(max_tokens * most_features, dtype=torch.float8_e4m3fn, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
-            latents=LatentMemory.allocate(latents, num_rows=max_tokens, dtype=dtype, device=device),
+            latents=LatentMemory.allocate(
+                latents,
+                num_rows=max_tokens,
+                dtype=dtype,
+                device=device,
+                part=ContextPart(mapping.tp_rank, mapping.dcp_size) if divides else WHOLE_CONTEXT,
+            ),
             splits=splits,
         )
 

@@ -77,6 +77,7 @@ class AttentionPlan:
     slots: PageSlots  # for all T tokens
     groups: list[QueryGroup]
     request_of_row: Tensor  # int64 [T]
+    own_groups: list[QueryGroup] | None = None  # over the positions of this rank, see `divided_context.py`
     scratch: Scratch = field(default_factory=Scratch)
 
     def kept_rows(self, positions: Tensor, limits: Tensor) -> tuple[Tensor, PageSlots]:

@@ -305,7 +305,7 @@ class TorchOps:
     ) -> Tensor:
         assert rows.keeps_kv, "a draft block has no latents"
         index, is_tiled = rows.index[0], self.has_fixed_shapes
-        return attend_latent(index, q_nope, q_rope, latents, k_rope, kv_b, cache, mla, is_tiled=is_tiled)
+        return attend_latent(index, q_nope, q_rope, latents, k_rope, kv_b, cache, mla, self._ranks, is_tiled=is_tiled)
 
     def gated_delta(
         self,

@@ -38,13 +38,7 @@ def attend(
     scores: Scores,
 ) -> Tensor:
     """[G, Q, heads, D]. Query heads of one K/V head are stacked as rows, so K and V are not repeated."""
-    num_requests, width, num_heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    if width == 1:  # in order as it is
-        stacked = q.view(num_requests, kv_heads, -1, head_dim)
-    else:
-        grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+    width, stacked = q.shape[1], _stacked(q, keys.shape[1])
     sinks = None if scores.sinks is None else scores.sinks.float().repeat_interleave(width)
     if scores.softcap is not None:
         attended = _attend_with_softcap(stacked, keys, values, bias, sinks, scores)
@@ -52,10 +46,36 @@ def attend(
         attended = _attend_with_sinks(stacked, keys, values, bias, sinks, scores)
     else:
         attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scores.scale)
+    return _unstacked(attended, width)
+
+
+def attend_part(
+    q: Tensor,  # [G, Q, heads, D]
+    keys: Tensor,  # [G, kv_heads, S, D]
+    values: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [G, Q, heads, D], float32 [G, Q, heads]
+    """`attend` over some of the keys, with the logarithm of the sum of exp(scores)."""
+    stacked = _stacked(q, keys.shape[1])
+    attended, log_sums = _flash_attention(stacked, keys, values, attn_mask=bias, scale=scale)
+    return _unstacked(attended, q.shape[1]), _unstacked(log_sums[..., None].float(), q.shape[1])[..., 0]
+
+
+def _stacked(q: Tensor, kv_heads: int) -> Tensor:  # [G, kv_heads, heads / kv_heads * Q, D]
+    num_requests, width, _, head_dim = q.shape
+    if width == 1:  # in order as it is
+        return q.view(num_requests, kv_heads, -1, head_dim)
+    grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    return grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+
+
+def _unstacked(rows: Tensor, width: int) -> Tensor:  # [G, Q, heads, D]
+    num_requests, kv_heads, _, head_dim = rows.shape
     if width == 1:
-        return attended.reshape(num_requests, 1, num_heads, head_dim)
-    unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
-    return unstacked.reshape(num_requests, width, num_heads, head_dim)
+        return rows.reshape(num_requests, 1, -1, head_dim)
+    unstacked = rows.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
+    return unstacked.reshape(num_requests, width, -1, head_dim)
 
 
 def _attend_with_sinks(
@@ -66,16 +86,18 @@ def _attend_with_sinks(
     sinks: Tensor,  # float32 [heads * Q]
     scores: Scores,
 ) -> Tensor:
-    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
-
-    The call is the one that scaled_dot_product_attention makes on a CPU; it also returns log Z.
-    """
-    attended: Tensor
-    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        stacked, keys, values, attn_mask=bias, scale=scores.scale
-    )
+    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink))."""
+    attended, log_z = _flash_attention(stacked, keys, values, attn_mask=bias, scale=scores.scale)
     share = scores.pointwise(torch.sigmoid, log_z - sinks.view(1, *stacked.shape[1:3]))
     return attended * share[..., None].to(attended.dtype)
+
+
+def _flash_attention(*args: Tensor, attn_mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The call that scaled_dot_product_attention makes on a CPU, and the log of each row's sum [G, kv_heads, M]."""
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *args, attn_mask=attn_mask, scale=scale
+    )
+    return result
 
 
 def _attend_with_softcap(

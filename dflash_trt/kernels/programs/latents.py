@@ -37,7 +37,9 @@ _WRITE: Final = Kernel(
 _ATTENTION: Final = Kernel(
     name="latent_attention_kernel",
     types={"q": "F", "pages": "pages"},
-    equal=_SIZES | {"KEY_BLOCK": "key_block", "IS_IN_ONE_PAGE": "page_size % key_block == 0", "POOLED": "1"},
+    equal=_SIZES
+    | {"KEY_BLOCK": "key_block", "IS_IN_ONE_PAGE": "page_size % key_block == 0", "POOLED": "1"}
+    | {"HAS_LOG_SUMS": "0"},
 )
 _PARTITION: Final = {"TILE": "tile", "KEY_BLOCK": "key_block", "HAS_BLOCK": "0", "CHUNK": "NO_CHUNK"}
 _PLAN: Final = Kernel(name="attention_plan_kernel", equal=_PARTITION, at_least={"REQUESTS": "R"})
@@ -63,7 +65,7 @@ _ABSORBED: Final = Stage(
         "min_direct_rows": "min_direct_rows(T, R, max_verify_rows)",
     },
     arguments=REQUEST_ARGUMENTS
-    | {"rows": "own", "sinks": None, "has_sinks": "0"}
+    | {"rows": "own", "log_sums": None, "sinks": None, "has_sinks": "0"}
     | {"kv_heads": "groups", "heads_per_kv": "group_heads", "heads_reciprocal": "heads_reciprocal(group_heads)"}
     | {"max_lag": "ANY_DISTANCE", "window_step": "1", "min_rows": "1", "max_rows": "ANY_ROWS"}
     | {"block_rows": "0", "split_blocks": "0", "direct_columns": "heads * value"},
