@@ -11,8 +11,9 @@ the weight formats. float32 inside, rounded once per output; nothing depends on 
 import triton
 import triton.language as tl
 
+from dflash_trt.kernels.launch_rules import INT8
 from dflash_trt.kernels.norm import gelu_tanh
-from dflash_trt.kernels.packed_product import AS_THEY_ARE, product, rows_of_scales
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, ROUNDED_HERE, product, rows_of_scales
 from dflash_trt.kernels.row_codes import e4m3, nvfp4
 
 SILU, CLAMPED_SWIGLU, GELU_TANH = 0, 1, 2  # ACTIVATION
@@ -20,18 +21,18 @@ HIDDEN_AS_IT_IS, HIDDEN_FP8, HIDDEN_NVFP4 = 0, 1, 2  # HIDDEN: what the product 
 
 _SILU, _GELU_TANH = tl.constexpr(0), tl.constexpr(2)
 _HIDDEN_FP8, _HIDDEN_NVFP4 = tl.constexpr(1), tl.constexpr(2)
-_AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
+_AS_THEY_ARE, _ROUNDED_HERE, _INT8 = tl.constexpr(AS_THEY_ARE), tl.constexpr(ROUNDED_HERE), tl.constexpr(INT8)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def expert_gate_up_kernel(
-    x,  # F [N, IN]
+    x,  # F [N, IN]; int8 codes of INT8, with SCALES_INPUTS a row for each entry
     codes,  # [E, 2 * FFN, IN], as the format has it: gate rows, then up rows
     block_scale,
     block_rows,  # int32 [2 * FFN]; see `rows_of_scales`
     row_scale,  # float32 [E, 2 * FFN]; read only with HAS_ROW_SCALE
-    bias,  # F [E, 2 * FFN]; read only with HAS_BIAS
-    input_scale,  # float32 [E, 1 + SPLITS_INPUT]; read only with quantized activations
+    bias,  # F [E, 2 * FFN]; read only with HAS_BIAS, and always of type F
+    input_scale,  # float32 [E, 1 + SPLITS_INPUT], or of rows of x for INT8; read only with quantized activations
     order,  # int32 [N * num_chosen]
     tiles,  # int32 [3, num_tiles]
     weights,  # float32 [N * num_chosen], of entries; read only with SCALES_INPUTS
@@ -64,7 +65,7 @@ def expert_gate_up_kernel(
         places = tl.load(tiles + num_tiles + tile) + tl.arange(0, TOKENS)
         is_token = places < tl.load(tiles + 2 * num_tiles + tile)
         entries = tl.load(order + places, mask=is_token, other=0)
-        tokens = (entries // num_chosen).to(tl.int64)
+        tokens = (entries if SCALES_INPUTS and FORM == _INT8 else entries // num_chosen).to(tl.int64)
         factors = tl.load(weights + entries, mask=is_token, other=0.0) if SCALES_INPUTS else None
         halves = tl.arange(0, 2 * OUT)
         features = tl.program_id(1) * OUT + halves % OUT
@@ -72,7 +73,7 @@ def expert_gate_up_kernel(
         features += tl.where(halves < OUT, 0, FFN)
         rows = expert * 2 * FFN + features
         scale_rows = rows_of_scales(block_rows, num_block_rows, expert, features, rows, is_row, FORM)
-        scale = tl.load(input_scale + (1 + SPLITS_INPUT) * expert) if INPUT != 0 else 1.0
+        scale = tl.load(input_scale + (1 + SPLITS_INPUT) * expert) if INPUT == _ROUNDED_HERE else 1.0
         inputs = (x, x, tokens, is_token)  # a block scale of x is not read
         matrix = (codes, block_scale, rows, scale_rows, is_row)
         both = product(inputs, matrix, scale, factors, 2 * OUT, TOKENS, IN, BLOCK_IN, FORM, INPUT)
@@ -84,10 +85,12 @@ def expert_gate_up_kernel(
             both *= factors[None, :]
         if HAS_ROW_SCALE:
             both *= tl.load(row_scale + rows, mask=is_row, other=0.0)[:, None]
+        if FORM == _INT8:
+            both *= tl.load(input_scale + tokens, mask=is_token, other=0.0)[None, :]
         if HAS_BIAS:
             both += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, OUT, TOKENS)), (1, 2, 0)))
-        value = tl.trans(_activated(gate, up, limit, alpha, ACTIVATION)).to(x.dtype.element_ty)
+        value = tl.trans(_activated(gate, up, limit, alpha, ACTIVATION)).to(bias.dtype.element_ty)
         columns = tl.program_id(1) * OUT + tl.arange(0, OUT)
         _store_hidden(value, hidden, hidden_block_scale, hidden_scale + expert, places, is_token, columns, FFN, HIDDEN)
 
@@ -95,7 +98,7 @@ def expert_gate_up_kernel(
 @triton.jit(do_not_specialize=["num_tiles"])
 def expert_down_kernel(
     hidden,  # [N * num_chosen, FFN] in the order of `order`: F, or codes as the format has them
-    hidden_block_scale,  # read only with NVFP4 codes
+    hidden_block_scale,  # read only with codes of NVFP4, and of INT8: float32 [N * num_chosen], of rows
     codes,  # [E, HIDDEN_SIZE, FFN], as the format has it
     block_scale,
     block_rows,  # int32 [HIDDEN_SIZE]; see `rows_of_scales`
@@ -133,6 +136,8 @@ def expert_down_kernel(
         result = product(inputs, matrix, 1.0, None, OUT, TOKENS, FFN, BLOCK_IN, FORM, INPUT)
         if HAS_ROW_SCALE:
             result *= tl.load(row_scale + rows, mask=is_row, other=0.0)[:, None]
+        if FORM == _INT8:
+            result *= tl.load(hidden_block_scale + places, mask=is_token, other=0.0)[None, :]
         if HAS_BIAS:
             result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         entries = tl.load(order + places, mask=is_token, other=0).to(tl.int64)

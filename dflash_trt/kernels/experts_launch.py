@@ -17,7 +17,8 @@ from dflash_trt.kernels.experts import (
     expert_gate_up_kernel,
     expert_sum_kernel,
 )
-from dflash_trt.kernels.launch_rules import FP8, PLAIN
+from dflash_trt.kernels.int8_linear_launch import entry_codes, token_codes
+from dflash_trt.kernels.launch_rules import FP8, INT8, PLAIN
 from dflash_trt.kernels.launching import check_tensor, next_power_of_2
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
 from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, ROUNDED_HERE
@@ -51,8 +52,10 @@ class PackedExperts:
 
 
 def run_experts(x: Tensor, experts: PackedExperts, routing: Routing) -> Tensor:  # F [N, H] -> [N, H]
-    """Three launches."""
+    """Three launches, and one more before each product in INT8, for the codes of its rows."""
     hidden, hidden_block_scale = _gate_up(x, experts, routing)
+    if experts.down.form == INT8:
+        hidden, hidden_block_scale = token_codes(hidden)
     results = _down(hidden, hidden_block_scale, experts, routing, x.dtype)
     hidden_size = experts.down.out_size
     out = torch.empty_like(x)
@@ -76,14 +79,17 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
     gate_up, down = experts.gate_up, experts.down
     check_tensor("x", x, dtype=x.dtype, shape=[len(routing.expert_ids), gate_up.in_size])
     hidden, hidden_block_scale = _new_hidden(x, down, routing.order.numel())
+    rows, input_scale = x, _or(gate_up.input_scale, x)
+    if gate_up.form == INT8:
+        rows, input_scale = entry_codes(x, routing.weights) if experts.scales_inputs else token_codes(x)
     expert_gate_up_kernel[(routing.num_tiles, -(-down.in_size // GATE_OUT))](
-        x,
+        rows,
         gate_up.codes_argument,
         gate_up.block_scale_argument,
         _or(gate_up.block_rows, x),
         _or(gate_up.row_scale, x),
         _or(gate_up.bias, x),
-        _or(gate_up.input_scale, x),
+        input_scale,
         routing.order,
         routing.tiles,
         routing.weights,
@@ -98,7 +104,7 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
         **gate_up_constants(experts, tokens=routing.tokens),
         num_warps=product_warps(routing.tokens),
         num_stages=product_stages(experts, x.dtype),
-        enable_fp_fusion=True,
+        enable_fp_fusion=has_fp_fusion(gate_up),
     )
     return hidden, hidden_block_scale
 
@@ -125,7 +131,7 @@ def _down(
         **down_constants(experts, tokens=routing.tokens),
         num_warps=product_warps(routing.tokens),
         num_stages=product_stages(experts, dtype),
-        enable_fp_fusion=True,
+        enable_fp_fusion=has_fp_fusion(down),
     )
     return results
 
@@ -136,7 +142,7 @@ def gate_up_constants(experts: PackedExperts, *, tokens: int) -> dict[str, int |
         "IN": gate_up.in_size,
         "FFN": down.in_size,
         "FORM": gate_up.form,
-        "INPUT": AS_THEY_ARE if gate_up.input_scale is None else ROUNDED_HERE,
+        "INPUT": CODES if gate_up.form == INT8 else AS_THEY_ARE if gate_up.input_scale is None else ROUNDED_HERE,
         "SPLITS_INPUT": gate_up.splits_input,
         "HIDDEN": hidden_form(down),
         "ACTIVATION": ACTIVATIONS[experts.activation],
@@ -155,7 +161,7 @@ def down_constants(experts: PackedExperts, *, tokens: int) -> dict[str, int | bo
         "FFN": down.in_size,
         "HIDDEN_SIZE": down.out_size,
         "FORM": down.form,
-        "INPUT": AS_THEY_ARE if down.input_scale is None else CODES,
+        "INPUT": CODES if down.form == INT8 or down.input_scale is not None else AS_THEY_ARE,
         "HAS_ROW_SCALE": down.row_scale is not None,
         "HAS_BIAS": down.bias is not None,
         "SCALES_INPUTS": experts.scales_inputs,
@@ -172,12 +178,17 @@ def product_warps(tokens: int) -> int:
 
 def widens_weights(experts: PackedExperts, dtype: torch.dtype) -> bool:
     """True if packed weights become float32, of which shared memory holds few."""
-    return dtype == torch.float32 and (experts.gate_up.form, experts.down.form) != (PLAIN, PLAIN)
+    return dtype == torch.float32 and not {experts.gate_up.form, experts.down.form} <= {PLAIN, INT8}
 
 
 def product_stages(experts: PackedExperts, dtype: torch.dtype) -> int:
     """Rounds of the loop whose operands are in shared memory."""
     return 1 if widens_weights(experts, dtype) else NUM_STAGES
+
+
+def has_fp_fusion(matrix: PackedMatrix) -> bool:
+    """False for INT8, whose format says where each step rounds."""
+    return matrix.form != INT8
 
 
 def block_in(matrix: PackedMatrix) -> int:

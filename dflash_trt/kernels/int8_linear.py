@@ -25,14 +25,34 @@ def token_codes_kernel(
 ):
     """Grid: (N,)."""
     row = tl.program_id(0).to(tl.int64)
+    _store_codes(x, row, None, codes, scales, row, num_columns, BLOCK)
+
+
+@triton.jit
+def entry_codes_kernel(
+    x,  # F [N, num_columns]
+    weights,  # float32 [N * num_chosen]
+    codes,  # out, int8 [N * num_chosen, num_columns]
+    scales,  # out, float32 [N * num_chosen]; as of `token_codes_kernel`
+    num_columns,
+    num_chosen: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row for each of its experts, multiplied by that expert's weight in F. Grid: (N * num_chosen,)."""
+    entry = tl.program_id(0).to(tl.int64)
+    _store_codes(x, entry // num_chosen, tl.load(weights + entry), codes, scales, entry, num_columns, BLOCK)
+
+
+@triton.jit
+def _store_codes(x, x_row, factor, codes, scales, row, num_columns, BLOCK: tl.constexpr):
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_columns, BLOCK):
-        size = tl.abs(_block(x, row, first, num_columns, BLOCK))
+        size = tl.abs(_block(x, x_row, factor, first, num_columns, BLOCK))
         largest = tl.maximum(largest, tl.where(size == size, size, float("inf")))
     scale = tl.maximum(tl.div_rn(tl.max(largest, axis=0), _LARGEST), _SMALLEST_SCALE)
     tl.store(scales + row, scale)
     for first in range(0, num_columns, BLOCK):
-        value = tl.where(scale < float("inf"), _block(x, row, first, num_columns, BLOCK), 0.0)
+        value = tl.where(scale < float("inf"), _block(x, x_row, factor, first, num_columns, BLOCK), 0.0)
         value = tl.div_rn(value, scale + tl.zeros((BLOCK,), tl.float32))
         value = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
         columns = first + tl.arange(0, BLOCK)
@@ -41,9 +61,13 @@ def token_codes_kernel(
 
 
 @triton.jit
-def _block(x, row, first, num_columns, BLOCK: tl.constexpr):
+def _block(x, row, factor, first, num_columns, BLOCK: tl.constexpr):
     columns = first + tl.arange(0, BLOCK)
-    return tl.load(x + row * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    value = tl.load(x + row * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    if factor is None:
+        return value
+    else:
+        return (value * factor).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels import launch_rules
-from dflash_trt.kernels.int8_linear import int8_linear_kernel, token_codes_kernel
+from dflash_trt.kernels.int8_linear import entry_codes_kernel, int8_linear_kernel, token_codes_kernel
 from dflash_trt.kernels.launching import FLOATS, check_tensor
 
 BLOCK: Final = 1024  # columns that a program of codes holds at once
@@ -66,6 +66,26 @@ def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:  # F [N, in] -> int8 [N, in
     scales = torch.empty(num_rows, device=x.device)
     token_codes_kernel[(num_rows,)](
         x, codes, scales, num_columns, BLOCK=BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=False
+    )
+    return codes, scales
+
+
+def entry_codes(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of x[n] * weights[n, choice]: F [N, in], float32 [N, num_chosen] -> int8 [N * num_chosen, in], float32."""
+    num_columns = x.shape[1]
+    codes = torch.empty((weights.numel(), num_columns), dtype=torch.int8, device=x.device)
+    scales = torch.empty(weights.numel(), device=x.device)
+    entry_codes_kernel[(weights.numel(),)](
+        x,
+        weights,
+        codes,
+        scales,
+        num_columns,
+        num_chosen=weights.shape[1],
+        BLOCK=BLOCK,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
     )
     return codes, scales
 

@@ -37,7 +37,8 @@ FULL_INT8_TOKENS: Final = 64
 MAX_INT8_TOKENS: Final = 128
 MAX_GRID_Y: Final = 65_535  # programs of a launch along y
 PLAN_WORDS: Final = 8  # int32, of an item of a plan of attention
-PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # forms of packed weights; from MXFP4 on a byte has two codes
+# Forms of packed weights. From FP8_BLOCK to INT4 they have block scales, and from MXFP4 to INT4 a byte has two codes.
+PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4, INT8 = range(7)
 
 
 def work_slots(*, kv_heads: int, num_multiprocessors: int) -> int:
@@ -160,7 +161,13 @@ def max_tiles(*, num_entries: int, num_experts: int, tokens: int) -> int:
 
 def row_bytes(*, form: int, num_columns: int, element_bytes: int) -> int:
     """Of a row of codes; `element_bytes` are those of F."""
-    return num_columns * element_bytes if form == PLAIN else num_columns // 2 if form >= MXFP4 else num_columns
+    return (
+        num_columns * element_bytes
+        if form == PLAIN
+        else num_columns // 2
+        if form >= MXFP4 and form < INT8
+        else num_columns
+    )
 
 
 def block_row_bytes(*, form: int, num_columns: int) -> int:

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.launch_rules import PLAIN
+from dflash_trt.kernels.launch_rules import INT8, PLAIN
 from dflash_trt.kernels.launching import check_tensor
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
@@ -84,6 +84,7 @@ def tile_tokens(num_rows: int, *, is_fixed: bool = False, widens_weights: bool =
 
 
 def packed_linear_constants(matrix: PackedMatrix, *, tokens: int) -> dict[str, int]:
+    assert matrix.form != INT8, "int8_linear.py has single layers of integers"
     return {
         "IN": matrix.in_size,
         "OUT_SIZE": matrix.out_size,

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.launching import FLOATS, check, check_tensor
 
 BLOCK_IN: Final = 128  # an FP8 block has one scale for as many columns
@@ -14,10 +14,11 @@ _CODES: Final[dict[int, tuple[torch.dtype, ...]]] = {
     PLAIN: FLOATS,
     FP8: (torch.float8_e4m3fn,),
     FP8_BLOCK: (torch.float8_e4m3fn,),
+    INT8: (torch.int8,),
 }
 _BLOCK_SCALES: Final = {FP8_BLOCK: (torch.float32,), MXFP4: (torch.uint8,), NVFP4: (torch.float8_e4m3fn,), INT4: FLOATS}
 _BLOCK_COLUMNS: Final = {MXFP4: 32, NVFP4: 16, INT4: 32}
-FORMS: Final = (PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4)
+FORMS: Final = (PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4, INT8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

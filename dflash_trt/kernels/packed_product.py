@@ -2,7 +2,7 @@
 
 Weights are the left operand, tokens the right one: as few as 16 tokens fill an instruction of the tensor cores, and
 dequantized weights are multiplied out of registers. Formats: `formats/`. INT4 weights are rounded to the dtype of the
-activations; weights of the other formats fit it.
+activations; weights of the other formats fit it. INT8 weights are multiplied by integers, as they are.
 """
 
 # mypy: ignore-errors
@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN  # FORM
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN  # FORM
 from dflash_trt.kernels.row_codes import fp8, nvfp4
 
 AS_THEY_ARE, ROUNDED_HERE, CODES = range(3)  # INPUT: activations in F, in F to be quantized, as codes of the format
 
 _PLAIN, _FP8, _FP8_BLOCK = tl.constexpr(PLAIN), tl.constexpr(FP8), tl.constexpr(FP8_BLOCK)
 _MXFP4, _NVFP4, _INT4 = tl.constexpr(MXFP4), tl.constexpr(NVFP4), tl.constexpr(INT4)
+_INT8 = tl.constexpr(INT8)
 _AS_THEY_ARE, _ROUNDED_HERE = tl.constexpr(AS_THEY_ARE), tl.constexpr(ROUNDED_HERE)
 _FP8_BLOCK_SIZE = tl.constexpr(128)
 
@@ -38,11 +39,45 @@ def product(
 ):
     """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows.
 
-    `inputs` are x, rows of IN in F or codes: float8_e4m3fn, or uint8 of two columns each; its block scales, rows of
-    IN / 16 in float8_e4m3fn, read only with NVFP4 codes; the rows of both, int64 [TOKENS]; and is_token. `weights` are
-    codes, rows of IN, two columns a byte in 4-bit formats; block scales as the format has them; the rows of each, int64
-    [OUT]; and is_row.
+    `inputs` are x, rows of IN in F or codes: float8_e4m3fn, int8, or uint8 of two columns each; its block scales, rows
+    of IN / 16 in float8_e4m3fn, read only with NVFP4 codes; the rows of both, int64 [TOKENS]; and is_token. `weights`
+    are codes, rows of IN, two columns a byte in 4-bit formats; block scales as the format has them; the rows of each,
+    int64 [OUT]; and is_row.
     """
+    if FORM == _INT8:
+        return _integer_product(inputs, weights, OUT, TOKENS, IN, BLOCK_IN)
+    else:
+        return _float_product(inputs, weights, input_scale, x_factors, OUT, TOKENS, IN, BLOCK_IN, FORM, INPUT)
+
+
+@triton.jit
+def _integer_product(
+    inputs, weights, OUT: tl.constexpr, TOKENS: tl.constexpr, IN: tl.constexpr, BLOCK_IN: tl.constexpr
+):
+    """The sums are exact."""
+    x, _, x_rows, is_token = inputs
+    codes, _, rows, _, is_row = weights
+    sums = tl.zeros((OUT, TOKENS), tl.int32)
+    for start in range(0, IN, BLOCK_IN):
+        w = _unpacked(codes, rows, is_row, start, IN, BLOCK_IN)
+        tokens = _unpacked(x, x_rows, is_token, start, IN, BLOCK_IN)
+        sums = tl.dot(w, tl.trans(tokens), sums, out_dtype=tl.int32)
+    return sums.to(tl.float32)
+
+
+@triton.jit
+def _float_product(
+    inputs,
+    weights,
+    input_scale,
+    x_factors,
+    OUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    FORM: tl.constexpr,
+    INPUT: tl.constexpr,
+):
     x, x_block_scale, x_rows, is_token = inputs
     codes, block_scale, rows, scale_rows, is_row = weights
     # Not "ieee": for SM100 Triton 3.7 makes TF32 of it where a factor was narrower (triton-lang/triton#10176).
@@ -90,7 +125,8 @@ def product(
 def _unpacked(tensor, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.constexpr):
     columns = start + tl.arange(0, BLOCK_IN)
     is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN)[None, :]
-    other: tl.constexpr = 0 if tensor.dtype.element_ty == tl.uint8 else 0.0
+    element: tl.constexpr = tensor.dtype.element_ty
+    other: tl.constexpr = 0 if element == tl.uint8 or element == tl.int8 else 0.0
     return tl.load(tensor + rows[:, None] * IN + columns[None, :], mask=is_in, other=other)
 
 

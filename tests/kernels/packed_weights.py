@@ -8,10 +8,10 @@ from torch import Tensor
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.formats.mxfp4 import Mxfp4
 from dflash_trt.formats.nvfp4 import Nvfp4WeightOnly
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 
-FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4}
+FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4, "int8": INT8}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ def make_weight(
         codes = e4m3(dense / by_element)
         values = codes.float() * by_element
         block_rows = block_rows.int()
+    elif form == "int8":
+        row_scale = torch.rand(num_experts, out_size, generator=generator) * 0.01 + 0.001
+        codes = (dense / row_scale[..., None]).round().clamp(-128, 127).to(torch.int8)
+        values = codes.float() * row_scale[..., None]
     elif form == "int4":
         codes = torch.randint(0, 256, (num_experts, out_size, in_size // 2), generator=generator, dtype=torch.uint8)
         block_scale = (torch.rand(num_experts, out_size, in_size // 32, generator=generator) * 0.1).bfloat16()

@@ -5,7 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.moe import Choice, run_chosen_experts
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.kernels.routing_launch import Router
+from dflash_trt.network.ops import Linear, StackedExperts
 
 
 def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:  # ids int64, weights float32, [N, num_chosen] each
@@ -73,3 +77,30 @@ def run_experts(
             result = down[e] @ quantize_hidden(activation(both), e) + (0 if biases is None else biases[1][e])
             out[row] += result if scales_inputs else weight * result
     return out
+
+
+def run_int8_experts(
+    x: Tensor,  # F [N, H]
+    gate_up: Linear[Tensor],  # as `int8_experts` makes them
+    down: Linear[Tensor],
+    ids: Tensor,  # among the experts of all ranks
+    weights: Tensor,
+    moe: Moe,
+    *,
+    first_expert: int = 0,
+) -> Tensor:
+    """By the reference backend: exact sums, and codes of its own for each expert's rows."""
+    assert isinstance(down.weight, Int8Weight)
+    experts = StackedExperts(
+        router=Linear(weight=torch.zeros(1)),
+        num_experts=len(down.weight.codes),
+        first_expert=first_expert,
+        gate_up=gate_up,
+        down=down,
+    )
+    return run_chosen_experts(x, experts, moe, Choice(ids, weights.to(x.dtype)))
+
+
+def int8_experts(codes: Tensor, row_scale: Tensor, bias: Tensor | None) -> Linear[Tensor]:
+    """int8 [E, out, in] and float32 [E, out]."""
+    return Linear(weight=Int8Weight(segments=(codes.shape[1],), codes=codes, weight_scale=row_scale), bias=bias)

@@ -42,7 +42,7 @@ SIZES = {
     "widens_weights": (0, 1),
     "is_causal": (0, 1),
     "is_window_anchored": (0, 1),
-    "form": range(6),
+    "form": range(7),
     "num_columns": (32, 160, 4096),
     "element_bytes": (2, 4),
 }

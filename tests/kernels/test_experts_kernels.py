@@ -22,6 +22,7 @@ from tests.kernels_on import DEVICE, moved
 
 NUM_EXPERTS, HIDDEN, FFN, NUM_CHOSEN = 5, 160, 96, 2
 TOLERANCE = 2e-6  # of the largest result: float32 sums in another order. Measured in the interpreter: 4e-7
+BFLOAT16_TOLERANCE = 0.05  # it rounds what the kernels keep in float32. Measured in the interpreter: 0.026
 CODE_TOLERANCE = 0.02  # an activation at the border of two codes may go either way. Measured: 0.003
 CLAMPED = Moe(
     num_experts=NUM_EXPERTS,
@@ -160,6 +161,46 @@ def test_activations_are_quantized_with_the_scales_of_their_expert(
         else:
             wrong[name] = lambda x, expert: quantize(x, down, expert, 0, 3.3)
         assert error(found, defined(x, gate_up, down, routing, SILU, **wrong)) > 2 * CODE_TOLERANCE, name
+
+
+def defined_in_int8(x: Tensor, weights: tuple[Weight, Weight], routing: Routing, moe: Moe) -> Tensor:
+    """On the CPU."""
+    gate_up, down = (
+        reference_experts.int8_experts(weight.packed.codes, weight.packed.row_scale, weight.packed.bias)
+        for weight in weights
+    )
+    ids, of_entries = routing.expert_ids.cpu().long(), routing.weights.cpu()
+    return reference_experts.run_int8_experts(x.cpu(), gate_up, down, ids, of_entries, moe)
+
+
+@pytest.mark.parametrize("moe", [SILU, CLAMPED, GELU], ids=lambda moe: moe.activation)
+@pytest.mark.parametrize("num_rows", [1, 11, 60])  # tiles of 16 and of 32
+def test_experts_in_int8_have_the_results_of_their_definition(num_rows: int, moe: Moe) -> None:
+    """The negative control has the scale of another row for one column of the activations."""
+    experts, *weights = make_experts("int8", moe, has_bias=moe is not GELU)
+    x, routing = make_rows(num_rows), routed(num_rows)
+    x *= torch.logspace(-2, 0, num_rows, device=DEVICE)[:, None]
+    expected = defined_in_int8(x, weights, routing, moe)
+    size = expected.abs().amax(dim=1)
+    off = (run_experts(x, experts, routing).cpu() - expected).abs().amax(dim=1) / size
+    assert off.max() < TOLERANCE
+    x[0, 5] *= 100
+    off = (run_experts(x, experts, routing).cpu() - expected).abs().amax(dim=1) / size
+    assert off[0] > CODE_TOLERANCE and (num_rows == 1 or off[1:].max() < TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_the_router_scale_rows_before_they_become_integers(dtype: torch.dtype) -> None:
+    """Llama 4's experts, a row with codes of its own for each; the negative control weighs results."""
+    moe = SILU.model_copy(update={"scales_inputs": True})
+    experts, *weights = make_experts("int8", moe)
+    logits = torch.randn(11, NUM_EXPERTS, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
+    routing = route(logits, Router(kind="sigmoid_top_k", num_chosen=NUM_CHOSEN), new_ticket(DEVICE))
+    x = make_rows(11).to(dtype)
+    expected = defined_in_int8(x, weights, routing, moe).float()
+    tolerance = TOLERANCE if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    assert error(run_experts(x, replace(experts, scales_inputs=True), routing).float(), expected) < tolerance
+    assert error(run_experts(x, experts, routing).float(), expected) > 5 * CODE_TOLERANCE
 
 
 @settings(max_examples=8, deadline=None)
