@@ -10,6 +10,7 @@ from typing import Final, Literal
 import torch
 
 from dflash_trt.core.dtype import FloatDType, torch_dtype
+from dflash_trt.kernels import int8_linear_launch
 from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel, expert_sum_kernel
 from dflash_trt.kernels.experts_launch import (
     DOWN_OUT,
@@ -18,11 +19,13 @@ from dflash_trt.kernels.experts_launch import (
     PackedExperts,
     down_constants,
     gate_up_constants,
+    has_fp_fusion,
     product_stages,
     product_warps,
     widens_weights,
 )
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN, tile_tokens
+from dflash_trt.kernels.int8_linear import entry_codes_kernel, token_codes_kernel
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN, tile_tokens
 from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
@@ -32,9 +35,18 @@ from plugins.aot.variant import KernelVariant, pointer
 FLOATS: Final = pointer(torch.float32)
 INTS: Final = pointer(torch.int32)
 BYTES: Final = pointer(torch.uint8)
+INT8_CODES: Final = pointer(torch.int8)
 E4M3: Final = pointer(torch.float8_e4m3fn)
 _PACKED: Final = (MXFP4, NVFP4, INT4)  # two codes a byte
-_FORM_NAMES: Final = {PLAIN: "plain", FP8: "fp8", FP8_BLOCK: "fp8_block", MXFP4: "mxfp4", NVFP4: "nvfp4", INT4: "int4"}
+_FORM_NAMES: Final = {
+    PLAIN: "plain",
+    FP8: "fp8",
+    FP8_BLOCK: "fp8_block",
+    MXFP4: "mxfp4",
+    NVFP4: "nvfp4",
+    INT4: "int4",
+    INT8: "int8",
+}
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -66,7 +78,7 @@ class MatrixKernels:
     def types(self, dtype: torch.dtype) -> dict[str, str]:
         """Of a kernel's arguments; anything stands for a tensor that is not read."""
         of_f, is_quantized = pointer(dtype), self.num_input_scales > 0
-        codes = of_f if self.form == PLAIN else E4M3 if is_quantized and self.form == FP8 else BYTES
+        codes = {PLAIN: of_f, INT8: INT8_CODES}.get(self.form, E4M3 if is_quantized and self.form == FP8 else BYTES)
         block_scale = {FP8_BLOCK: FLOATS, INT4: pointer(torch.bfloat16), NVFP4: E4M3 if is_quantized else BYTES}
         return {
             "codes": codes,
@@ -106,6 +118,7 @@ class ExpertsKernels:
         )
         yield _reset_ticket()
         yield self._sum(dtype)
+        yield from self._codes(dtype)
         for tokens in TOKEN_TILES:
             if tokens <= most:
                 yield self._routing(dtype, tokens)
@@ -144,6 +157,22 @@ class ExpertsKernels:
             grid=(f"(num_rows + {constants['ROWS'] - 1}) / {constants['ROWS']}", "1", "1"),
         )
 
+    def _codes(self, dtype: torch.dtype) -> Iterator[KernelVariant]:
+        """Of the rows that products in INT8 read."""
+        weighed = self.scales_inputs and self.gate_up.form == INT8
+        if self.down.form == INT8 or (self.gate_up.form == INT8 and not weighed):
+            yield token_codes(dtype)
+        if weighed:
+            plain = token_codes(dtype)
+            yield replace(
+                plain,
+                name=f"entry_codes_{_name(dtype)}_k{self.num_chosen}",
+                kernel=entry_codes_kernel,
+                signature={"x": pointer(dtype), "weights": FLOATS, **plain.signature},
+                constexprs={"num_chosen": self.num_chosen, **plain.constexprs},
+                grid=("entries", "1", "1"),
+            )
+
     def _gate_up(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
         constants = {"num_chosen": self.num_chosen, **gate_up_constants(self._packed, tokens=tokens)}
         parts = ["expert_gate_up", _name(dtype), self.gate_up.name, self.activation, *self._scaled]
@@ -152,7 +181,7 @@ class ExpertsKernels:
             name="_".join(parts),
             kernel=expert_gate_up_kernel,
             signature={
-                "x": pointer(dtype),
+                "x": INT8_CODES if self.gate_up.form == INT8 else pointer(dtype),
                 **self.gate_up.types(dtype),
                 "input_scale": FLOATS,
                 "order": INTS,
@@ -166,6 +195,7 @@ class ExpertsKernels:
             constexprs=constants,
             num_warps=product_warps(tokens),
             num_stages=product_stages(self._packed, dtype),
+            has_fp_fusion=has_fp_fusion(self._packed.gate_up),
             grid=("num_tiles", str(-(-self.ffn_size // GATE_OUT)), "1"),
         )
 
@@ -176,7 +206,7 @@ class ExpertsKernels:
             name="_".join(parts),
             kernel=expert_down_kernel,
             signature={
-                **_hidden_types(self.down, dtype),
+                **(_INT8_HIDDEN if self.down.form == INT8 else _hidden_types(self.down, dtype)),
                 **self.down.types(dtype),
                 "order": INTS,
                 "tiles": INTS,
@@ -187,6 +217,7 @@ class ExpertsKernels:
             constexprs=down_constants(self._packed, tokens=tokens),
             num_warps=product_warps(tokens),
             num_stages=product_stages(self._packed, dtype),
+            has_fp_fusion=has_fp_fusion(self._packed.down),
             grid=("num_tiles", str(-(-self.hidden_size // DOWN_OUT)), "1"),
         )
 
@@ -243,6 +274,20 @@ def matrix_choices(matrix: MatrixKernels, *, splits_input: bool, is_bias_of_one:
             yield replace(matrix, num_input_scales=num_input_scales, has_bias=has_bias)
 
 
+def token_codes(dtype: torch.dtype) -> KernelVariant:
+    """The kernel that makes rows of integers of any rows; its grid uses num_rows."""
+    return KernelVariant(
+        name=f"token_codes_{_name(dtype)}",
+        kernel=token_codes_kernel,
+        signature={"x": pointer(dtype), "codes": INT8_CODES, "scales": FLOATS, "num_columns": "i32"},
+        constexprs={"BLOCK": int8_linear_launch.BLOCK},
+        num_warps=4,
+        num_stages=1,
+        has_fp_fusion=False,
+        grid=("num_rows", "1", "1"),
+    )
+
+
 def _reset_ticket() -> KernelVariant:
     return KernelVariant(
         name="reset_ticket",
@@ -253,6 +298,9 @@ def _reset_ticket() -> KernelVariant:
         num_stages=1,
         grid=("1", "1", "1"),
     )
+
+
+_INT8_HIDDEN: Final = {"hidden": INT8_CODES, "hidden_block_scale": FLOATS}  # which another kernel makes
 
 
 def _hidden_types(down: MatrixKernels, dtype: torch.dtype) -> dict[str, str]:

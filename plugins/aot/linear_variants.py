@@ -20,7 +20,7 @@ from dflash_trt.formats.base import QuantizedWeight, is_of_experts
 from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.kernels import int8_linear_launch, launch_rules
-from dflash_trt.kernels.int8_linear import int8_linear_kernel, token_codes_kernel
+from dflash_trt.kernels.int8_linear import int8_linear_kernel
 from dflash_trt.kernels.int8_linear_launch import TILES, Int8Matrix, int8_linear_constants, num_warps
 from dflash_trt.kernels.launching import next_power_of_2
 from dflash_trt.kernels.norm import rms_norm_kernel
@@ -38,10 +38,9 @@ from dflash_trt.kernels.row_codes_launch import BLOCK
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.rank_tensors import map_linears
 from dflash_trt.network.step import Network
-from plugins.aot.experts_variants import BYTES, E4M3, FLOATS, MatrixKernels
+from plugins.aot.experts_variants import BYTES, E4M3, FLOATS, INT8_CODES, MatrixKernels, token_codes
 from plugins.aot.variant import KernelVariant, pointer
 
-_INT8: Final = pointer(torch.int8)
 _MIN_NORM_BLOCK: Final = 64
 
 
@@ -94,7 +93,7 @@ class Int8LinearKernels:
 
     def variants(self, dtype_name: FloatDType) -> Iterator[KernelVariant]:
         dtype = torch_dtype(dtype_name)
-        yield _token_codes(dtype)
+        yield token_codes(dtype)
         scale = torch.empty(self.out_size, device="meta")
         codes = torch.empty((self.out_size, self.in_size), dtype=torch.int8, device="meta")
         matrix = Int8Matrix(codes=codes, weight_scale=scale, bias=scale if self.has_bias else None)
@@ -104,9 +103,9 @@ class Int8LinearKernels:
                 name=f"int8_linear_{dtype_name}{'_bias' if self.has_bias else ''}_{size}_t{tokens}",
                 kernel=int8_linear_kernel,
                 signature={
-                    "x": _INT8,
+                    "x": INT8_CODES,
                     "x_scale": FLOATS,
-                    "codes": _INT8,
+                    "codes": INT8_CODES,
                     "weight_scale": FLOATS,
                     **dict.fromkeys(("bias", "out"), pointer(dtype)),
                     "num_rows": "i32",
@@ -234,17 +233,4 @@ def _quantize_rows(dtype: torch.dtype, form: int) -> KernelVariant:
         num_warps=4,
         num_stages=1,
         grid=("num_rows", f"(num_columns + {BLOCK - 1}) / {BLOCK}", "1"),
-    )
-
-
-def _token_codes(dtype: torch.dtype) -> KernelVariant:
-    return KernelVariant(
-        name=f"token_codes_{str(dtype).removeprefix('torch.')}",
-        kernel=token_codes_kernel,
-        signature={"x": pointer(dtype), "codes": _INT8, "scales": FLOATS, "num_columns": "i32"},
-        constexprs={"BLOCK": int8_linear_launch.BLOCK},
-        num_warps=4,
-        num_stages=1,
-        has_fp_fusion=False,
-        grid=("num_rows", "1", "1"),
     )

@@ -15,7 +15,7 @@ from dflash_trt.kernels.experts_launch import (
 from dflash_trt.kernels.int8_linear import int8_linear_kernel
 from dflash_trt.kernels.int8_linear_launch import NUM_STAGES as INT8_STAGES
 from dflash_trt.kernels.int8_linear_launch import Int8Matrix, int8_linear_constants, num_warps, tile_of
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_linear_launch import NUM_STAGES as LINEAR_STAGES
 from dflash_trt.kernels.packed_linear_launch import NUM_WARPS as LINEAR_WARPS
@@ -23,12 +23,13 @@ from dflash_trt.kernels.packed_linear_launch import packed_linear_constants, til
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.routing import routing_kernel
 from dflash_trt.kernels.routing_launch import Router, routing_constants, routing_warps
+from plugins.aot.experts_variants import ExpertsKernels, MatrixKernels
 from plugins.aot.variant import KernelVariant, pointer
 
 HIDDEN = FFN = 2880
 FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4}
 F, FLOATS, INTS, BYTES = (pointer(dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int8))
-E4M3, INT8 = pointer(torch.float8_e4m3fn), pointer(torch.int8)
+E4M3, INTEGERS = pointer(torch.float8_e4m3fn), pointer(torch.int8)
 BYTES = BYTES.replace("i8", "u8")
 
 
@@ -103,6 +104,25 @@ def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -
     )
 
 
+def int8_experts_variants(tokens: int) -> list[KernelVariant]:
+    """Both products, with tiles of so many tokens."""
+    weight = MatrixKernels(form=INT8, has_row_scale=True, has_bias=True)
+    experts = ExpertsKernels(
+        num_experts=32,
+        num_here=32,
+        num_chosen=4,
+        hidden_size=HIDDEN,
+        ffn_size=FFN,
+        routing="top_k_softmax",
+        normalizes=False,
+        activation="clamped_swiglu",
+        gate_up=weight,
+        down=weight,
+        max_rows=4096,
+    )
+    return [item for item in experts.variants("bfloat16") if "_int8_" in item.name and item.name.endswith(f"t{tokens}")]
+
+
 def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -> KernelVariant:
     weights = types(form, has_input_scale=has_input_scale)
     weight = matrix(form, 4096, 4096, has_input_scale=has_input_scale)
@@ -136,9 +156,9 @@ def int8_variant(num_rows: int) -> KernelVariant:
         name=f"int8_linear_t{tokens}",
         kernel=int8_linear_kernel,
         signature={
-            "x": INT8,
+            "x": INTEGERS,
             "x_scale": FLOATS,
-            "codes": INT8,
+            "codes": INTEGERS,
             "weight_scale": FLOATS,
             "bias": F,
             "out": F,

@@ -9,7 +9,9 @@ COMPILE = r"""
 import json, re, sys
 from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
-from tests.kernels.packed_variants import experts_variants, int8_variant, linear_variant, routing_variant
+from tests.kernels.packed_variants import (
+    experts_variants, int8_experts_variants, int8_variant, linear_variant, routing_variant
+)
 
 hopper = [
     routing_variant(128, 4),
@@ -25,7 +27,8 @@ blackwell = [
     *experts_variants("nvfp4", tokens=16, has_input_scale=True),
     linear_variant("nvfp4", num_rows=64, has_input_scale=True),
 ]
-int8 = [int8_variant(8), int8_variant(4096)]
+int8 = [int8_variant(8), int8_variant(4096), *int8_experts_variants(16), *int8_experts_variants(64)]
+assert len(int8) == 6
 plan = [("90a", hopper), ("100a", blackwell), ("103a", blackwell[3:4]), ("86", [linear_variant("nvfp4", num_rows=8)])]
 plan += [(arch, int8) for arch in ("86", "90a", "100a", "103a", "120a")]
 for arch, variants in plan:

@@ -48,7 +48,7 @@ class ExpertsCase:
             num_scales = len(set(self.input_scales))
             return MatrixKernels(
                 form=FORMS[self.form],
-                has_row_scale=self.form in ("fp8", "nvfp4") or (is_down and self.has_factors),
+                has_row_scale=self.form in ("fp8", "nvfp4", "int8") or (is_down and self.has_factors),
                 num_input_scales=min(1, num_scales) if is_down else num_scales,
                 has_bias=self.has_bias,
             )
@@ -125,6 +125,11 @@ CASES = {
     ),
     "NVFP4, weight only": ExpertsCase(form="nvfp4"),
     "INT4": ExpertsCase(form="int4"),
+    "INT8": ExpertsCase(form="int8", activation="clamped_swiglu", has_bias=True),
+    "INT8, tiles of 64, half of the experts": ExpertsCase(form="int8", num_rows=120, num_here=4, first_expert=4),
+    "scaled inputs in INT8": ExpertsCase(
+        form="int8", routing="sigmoid_top_k", normalizes=False, scales_inputs=True, num_chosen=2
+    ),
     "FP8 blocks": ExpertsCase(form="fp8_block"),
     "FP8 activations": ExpertsCase(form="fp8", input_scales=(0.02, 0.02)),
     "FP8, scales of gate and up": ExpertsCase(form="fp8", input_scales=(0.02, 0.01)),

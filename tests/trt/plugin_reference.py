@@ -29,7 +29,7 @@ from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
-from dflash_trt.kernels.packed_product import FP8
+from dflash_trt.kernels.launch_rules import FP8, INT8
 from dflash_trt.kernels.programs import PROGRAMS
 from dflash_trt.kernels.routing_launch import KINDS, Router
 from dflash_trt.network.ops import StepInputs
@@ -160,11 +160,12 @@ class PluginReference:
             num_chosen_groups=settings["num_chosen_groups"],
         )
         ids, weights = reference_experts.route(x["logits"], router)
+        if INT8 in (settings["gate_up_form"], settings["down_form"]):
+            return [_int8_experts(x, settings, ids, weights)]
         gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))
         ids = ids - settings["first_expert"]
         is_here = (ids >= 0) & (ids < len(down))
-        activation = {number: name for name, number in ACTIVATIONS.items()}[settings["activation"]]
-        moe = SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"])
+        moe = _moe(settings)
         out = reference_experts.run_experts(
             x["x"].float(),
             gate_up,
@@ -257,6 +258,26 @@ def _rules_of(x, slot):
 def _bias(x, settings, prefix):
     bias = x[f"{prefix}_bias"].float()
     return bias if settings[f"{prefix}_has_bias"] else torch.zeros(x[f"{prefix}_codes"].shape[:2])
+
+
+def _moe(settings, **more):
+    """What the reference backend reads of a node's `Moe`."""
+    activation = {number: name for name, number in ACTIVATIONS.items()}[settings["activation"]]
+    return SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"], **more)
+
+
+def _int8_experts(x, settings, ids, weights):
+    gate_up, down = (
+        reference_experts.int8_experts(
+            x[f"{prefix}_codes"],
+            x[f"{prefix}_row_scale"],
+            x[f"{prefix}_bias"] if settings[f"{prefix}_has_bias"] else None,
+        )
+        for prefix in ("gate_up", "down")
+    )
+    moe = _moe(settings, num_experts=x["logits"].shape[1], scales_inputs=settings["scales_inputs"])
+    first = settings["first_expert"]
+    return reference_experts.run_int8_experts(x["x"], gate_up, down, ids, weights, moe, first_expert=first)
 
 
 def _rounding(x, settings, prefix):

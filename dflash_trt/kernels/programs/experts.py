@@ -25,7 +25,7 @@ def _matrix(prefix: str, *, rows: str, columns: str, input_scales: str) -> tuple
         TensorRule(
             f"{prefix}_block_scale",
             f"int8 [E, {prefix}_scale_rows, block_row_bytes({form}, {columns})]",
-            when=f"{form} >= FP8_BLOCK",
+            when=f"{form} >= FP8_BLOCK and {form} <= INT4",
         ),
         TensorRule(f"{prefix}_block_rows", f"[{rows}]", when=f"{form} == FP8_BLOCK"),
         TensorRule(f"{prefix}_row_scale", f"float32 [E, {rows}]", when=f"{prefix}_has_row_scale == 1"),
@@ -36,14 +36,19 @@ def _matrix(prefix: str, *, rows: str, columns: str, input_scales: str) -> tuple
 
 def _matrix_fields(prefix: str) -> tuple[FieldRule, ...]:
     flags = ("has_row_scale", "has_input_scale", "has_bias")
-    return FieldRule(f"{prefix}_form", 0, 5), *(flag(f"{prefix}_{name}") for name in flags)
+    return FieldRule(f"{prefix}_form", 0, 6), *(flag(f"{prefix}_{name}") for name in flags)
 
 
-def _product(prefix: str, *, name: str, result: str, equal: dict[str, Expression]) -> Launch:
-    """A product of all experts with the weight `prefix`; `result` is an argument of type F."""
+def _product(
+    prefix: str, *, name: str, of_f: str, equal: dict[str, Expression], codes: dict[str, Expression]
+) -> Launch:
+    """A product of all experts with the weight `prefix`.
+
+    `of_f` is an argument of type F. `codes` has scratch memory by argument, for an input in INT8.
+    """
     kernel = Kernel(
         name=name,
-        types={result: "F"},
+        types={of_f: "F"},
         equal={
             "FORM": f"{prefix}_form",
             "HAS_ROW_SCALE": f"{prefix}_has_row_scale",
@@ -56,13 +61,18 @@ def _product(prefix: str, *, name: str, result: str, equal: dict[str, Expression
     )
     names = ("codes", "block_scale", "block_rows", "row_scale", "input_scale", "bias")
     arguments = {name: f"{prefix}_{name}" for name in names} | {"num_block_rows": f"{prefix}_scale_rows"}
-    return Launch(kernel=kernel, arguments=arguments)
+    given = {name: f"{memory} if {_in_int8(prefix)} else {arguments.get(name, name)}" for name, memory in codes.items()}
+    return Launch(kernel=kernel, arguments=arguments | given)
+
+
+def _in_int8(prefix: str) -> Expression:
+    return f"{prefix}_form == INT8"
 
 
 def _check_block_scale(prefix: str, rows: Expression) -> Check:
     return Check(
         subject=f"{prefix}_block_scale",
-        holds=f"{prefix}_form <= FP8_BLOCK or {prefix}_scale_rows == {rows}",
+        holds=f"{prefix}_form <= FP8_BLOCK or {_in_int8(prefix)} or {prefix}_scale_rows == {rows}",
         expected=f"{{{rows}}} rows of an expert",
         found=f"{{{prefix}_scale_rows}}",
         hint="Blocks have a row of scales for every output feature.",
@@ -83,6 +93,7 @@ _ROUTING: Final = Kernel(
     },
     sized={"TOKENS": "tokens"},
 )
+_TOKEN_CODES: Final = Kernel(name="token_codes_kernel", types={"x": "F"})
 _SUM: Final = Kernel(
     name="expert_sum_kernel",
     types={"results": "F"},
@@ -92,9 +103,10 @@ _SUM: Final = Kernel(
 _STAGE: Final = Stage(
     sizes={
         "entries": "N * num_chosen",
-        "is_plain": "gate_up_form == PLAIN and down_form == PLAIN",
+        "widens_gate_up": "gate_up_form != PLAIN and gate_up_form != INT8",
+        "widens_down": "down_form != PLAIN and down_form != INT8",
         "tokens": "MIN_TILE_TOKENS if has_fixed_tiles == 1"
-        " else tile_tokens(entries, num_experts, is_float32 == 1 and is_plain == 0)",
+        " else tile_tokens(entries, num_experts, is_float32 == 1 and (widens_gate_up or widens_down))",
         "programs": Constant(name="ROWS", kernel=_ROUTING),
         "capacity": Constant(name="EXPERTS", kernel=_ROUTING),
     },
@@ -102,6 +114,7 @@ _STAGE: Final = Stage(
         "num_rows": "N",
         "num_tiles": "max_tiles(entries, E, tokens)",
         "num_here": "E",
+        "num_columns": "C",
         "hidden_scale": "down_input_scale",
         "factor": "routing_scale",
     },
@@ -113,28 +126,58 @@ _STAGE: Final = Stage(
         "hidden": "entries * I * element_bytes",
         "hidden_block_scale": "entries * I // 16 + 1",
         "results": "entries * C * element_bytes",
+        "x_codes": f"(entries if scales_inputs == 1 else N) * C if {_in_int8('gate_up')} else 0",
+        "x_scales": f"4 * entries if {_in_int8('gate_up')} else 0",
+        "hidden_codes": f"entries * I if {_in_int8('down')} else 0",
+        "hidden_scales": f"4 * entries if {_in_int8('down')} else 0",
     },
     launches=(
         Launch(kernel=Kernel(name="reset_ticket_kernel")),  # the workspace holds anything
         Launch(kernel=_ROUTING),
+        Launch(
+            kernel=_TOKEN_CODES,
+            arguments={"codes": "x_codes", "scales": "x_scales"},
+            when=f"{_in_int8('gate_up')} and scales_inputs == 0",
+        ),
+        Launch(
+            kernel=Kernel(name="entry_codes_kernel", types={"x": "F"}, equal={"num_chosen": "num_chosen"}),
+            arguments={"codes": "x_codes", "scales": "x_scales"},
+            when=f"{_in_int8('gate_up')} and scales_inputs == 1",
+        ),
         _product(
             "gate_up",
             name="expert_gate_up_kernel",
-            result="x",
+            of_f="bias",
+            codes={"x": "x_codes", "input_scale": "x_scales"},
             equal={
                 "IN": "C",
                 "num_chosen": "num_chosen",
-                "INPUT": "gate_up_has_input_scale",  # ROUNDED_HERE
+                "INPUT": f"2 if {_in_int8('gate_up')} else gate_up_has_input_scale",  # CODES, ROUNDED_HERE
                 "SPLITS_INPUT": "gate_up_has_input_scale == 1 and input_scales == 2",
                 "HIDDEN": "0 if down_has_input_scale == 0 else 2 if down_form == NVFP4 else 1",
                 "ACTIVATION": "activation",
             },
         ),
+        Launch(
+            kernel=_TOKEN_CODES,
+            arguments={
+                "x": "hidden",
+                "codes": "hidden_codes",
+                "scales": "hidden_scales",
+                "num_rows": "entries",
+                "num_columns": "I",
+            },
+            when=_in_int8("down"),
+        ),
         _product(
             "down",
             name="expert_down_kernel",
-            result="results",
-            equal={"HIDDEN_SIZE": "C", "INPUT": "2 * down_has_input_scale"},  # CODES, of the product before
+            of_f="results",
+            codes={"hidden": "hidden_codes", "hidden_block_scale": "hidden_scales"},
+            equal={
+                "HIDDEN_SIZE": "C",
+                "INPUT": f"2 if {_in_int8('down')} else 2 * down_has_input_scale",  # CODES, of the launch before
+            },
         ),
         Launch(kernel=_SUM, arguments={"num_experts": "E"}),
     ),
