@@ -147,11 +147,6 @@ def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
         yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
 
 
-def experts_of(quantization: QuantizationSpec) -> QuantizationSpec:
-    """The formats of experts alone."""
-    return QuantizationSpec(linears={name: kind for name, kind in quantization.linears.items() if ".experts." in name})
-
-
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

@@ -13,10 +13,11 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.int4 import Int4Weight
-from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.formats.registry import weight_formats
+from dflash_trt.kernels import packed_matrix
 from tests.factories import make_target
 from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma
 
@@ -112,17 +113,14 @@ def test_every_format_is_computed_by_every_backend(target, monkeypatch, backend,
     assert subjects(backend, target, QuantizationSpec(linears={"target.layers.0.qkv": name})) == []
 
 
-def test_experts_in_int8_are_refused_by_name_where_no_kernel_has_them(target, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    quantization = QuantizationSpec(linears={"target.layers.0.qkv": "int8", "target.layers.0.experts.down": "int8"})
-    (message,) = backend_of("cuda").unsupported(target, None, quantization, ALONE)
-    assert "found int8 (no GPU kernel yet) in target.layers.0.experts.down and 0 more. Set experts to one" in message
-    assert "int8" not in message.partition(" or unquantized weights of experts on a GPU")[0]
-    (message,) = backend_of("tensorrt").unsupported(target, None, quantization, ALONE)
-    assert "found int8 in target.layers.0.experts.down and 0 more. Set experts to one of these formats, or" in message
-    assert subjects("torch", target, quantization) == []
-    with pytest.raises(ConfigError, match=r"packed weights: expected Fp8Weight, .*, found Int8Weight"):
-        form_of(Int8Weight)
+@pytest.mark.parametrize("name", sorted(weight_formats()))
+def test_the_kernels_of_experts_have_every_format_that_a_gpu_computes(target, monkeypatch, name) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    quantization = QuantizationSpec(linears={"target.layers.0.experts.down": name})
+    assert subjects("cuda", target, quantization) == subjects("tensorrt", target, quantization) == []
+    assert form_of(weight_formats()[name].weight_type) in packed_matrix.FORMS
+    with pytest.raises(ConfigError, match=r"packed weights: expected Fp8Weight, .*, found QuantizedWeight"):
+        form_of(QuantizedWeight)
 
 
 def test_a_gpu_names_a_weight_only_format_without_a_kernel(target, monkeypatch) -> None:

@@ -115,7 +115,7 @@ def test_fixed_tiles_share_the_memory_of_the_weights() -> None:
     assert matrix.codes.data_ptr() == linear.weight.data_ptr()
 
 
-@pytest.mark.parametrize("format_name", ["fp8", "int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format_name", ["fp8", "int4", "int8", "mxfp4", "nvfp4"])
 def test_experts_with_fixed_tiles_depend_on_no_other_row(format_name: str, exact_codes: None) -> None:
     experts = prepare_device_experts(moved(make_experts(format_name)), has_fixed_tiles=True)
     hidden = experts.down.out_size

@@ -94,6 +94,7 @@ def make_pair(root: Path, family: Family) -> tuple[Path, Path]:
         ("qwen3", "nvfp4_w4a16", 51, 37),
         ("gpt_oss", None, 43, 52),
         ("gpt_oss", "mxfp4", 56, 39),
+        ("gpt_oss", "int8", 73, 39),
     ],
 )
 def test_a_step_launches_so_much_and_makes_no_tensor_on_the_host(

@@ -41,11 +41,13 @@ def make_pair(root: Path, family: Family) -> tuple[Path, Path]:
     return target, drafter
 
 
-@pytest.mark.parametrize("family", OPTIONS)
+@pytest.mark.parametrize(
+    ("family", "weight_format"), [*((family, None) for family in OPTIONS), ("qwen3_moe", "int8"), ("gpt_oss", "int8")]
+)
 def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
-    tmp_path: Path, device: torch.device, family: Family
+    tmp_path: Path, device: torch.device, family: Family, weight_format: str | None
 ) -> None:
-    reference, executor = make_executors(make_pair(tmp_path, family), device)
+    reference, executor = make_executors(make_pair(tmp_path, family), device, weight_format=weight_format)
     batch, expected = start(reference)
     assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=(2, 1).__getitem__)

@@ -139,6 +139,17 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     assert planned[0]["build_config"] == report["build_config"]
 
 
+def test_experts_in_int8_are_checked_as_integers(trt, tmp_path):
+    target = config_of(make_target(tmp_path / "moe", family="qwen3_moe", tokenizer=False), tmp_path / "e")
+    words = ("--target", target, *LIMITS, "--quantization", "int8")
+    result = check(*words, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["layer_counts"]["PLUGIN_V3"] == 2 + 2 + 2  # attention and experts, qkv and o, the sampler and scores
+    planned = [planned_for(*words, "--backend", name)["rank_memory"]["weights_bytes"] for name in BACKENDS]
+    assert planned == [report["weights_bytes"], report["plan_bytes"]]
+
+
 def test_experts_without_triton_are_refused_with_the_way_to_get_it(trt, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)

@@ -28,6 +28,7 @@ PAIRS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "glm4_moe, groups of experts": ("glm4_moe", {"n_group": 2, "topk_group": 1}, {}),
     "minimax_m2": ("minimax_m2", {}, {}),
     "qwen3_moe in NVFP4": ("qwen3_moe", {}, {"quantization": "nvfp4_w4a16"}),
+    "qwen3_moe in INT8": ("qwen3_moe", {}, {"quantization": "int8"}),
 }
 
 
@@ -90,6 +91,21 @@ def test_two_ranks_that_divide_experts_give_the_tokens_of_one(
     torch.testing.assert_close(logprobs(found), logprobs(expected["greedy"]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("pair", ["qwen3_moe in INT8"], indirect=True)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_two_ranks_in_int8_give_the_tokens_of_torchs_two(
+    trt: ModuleType, pair: tuple[Path, dict[str, Any]], ep_size: int
+) -> None:
+    """One rank's may be others: ranks that divide the inputs of a layer scale their parts of a token."""
+    root, fields = pair
+    two = build(root, tp_size=2, ep_size=ep_size, overwrite=True, **fields)
+    with opened(two) as executor:
+        expected, _ = trace(executor, GREEDY, num_draft_tokens=(K,))
+    found, _ = trace(interpreted_engine(trt, two, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,))
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("pair", ["minimax_m2"], indirect=True)
 def test_norms_that_each_rank_takes_alone_are_noticed(
     trt: ModuleType, pair: tuple[Path, dict[str, Any]], expected: dict[str, Steps], monkeypatch: pytest.MonkeyPatch
@@ -110,7 +126,7 @@ def test_nodes_that_route_otherwise_are_noticed(trt: ModuleType, engine: EngineD
     assert (logprobs(other[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4"], indirect=True)
+@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4", "qwen3_moe in INT8"], indirect=True)
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_the_library_of_an_engine_has_the_kernels_of_its_nodes(
     trt: ModuleType, pair: tuple[Path, dict[str, Any]], ep_size: int

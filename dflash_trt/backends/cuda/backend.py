@@ -11,7 +11,6 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
-    experts_of,
     latent_problems,
     recurrent_problems,
     unsupported_formats,
@@ -127,7 +126,6 @@ def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
 
 def format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
     from dflash_trt.backends.cuda.linear import ACTIVATIONS, WEIGHT_ONLY
-    from dflash_trt.backends.cuda.packed import FORMS
     from dflash_trt.formats.registry import weight_format
 
     yield from unsupported_formats(
@@ -136,13 +134,6 @@ def format_problems(quantization: QuantizationSpec, capability: tuple[int, int])
         where=" on a GPU",
         why=" (no GPU kernel yet)",
         hint='Run this engine with device "cpu".',
-    )
-    yield from unsupported_formats(
-        experts_of(quantization),
-        lambda known: known.weight_type in FORMS,
-        where=" of experts on a GPU",
-        why=" (no GPU kernel yet)",
-        hint='Set experts to one of these formats, or run this engine with device "cpu".',
     )
     for name in sorted(set(quantization.linears.values())):
         known = weight_format(name)

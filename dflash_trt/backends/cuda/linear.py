@@ -32,7 +32,8 @@ from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
 
 ACTIVATIONS: Final = (Fp8Weight, Int8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
-WEIGHT_ONLY: Final = tuple(FORMS)  # classes that stay quantized in the GPU's memory under unquantized activations
+# Classes that stay quantized in the GPU's memory under unquantized activations.
+WEIGHT_ONLY: Final = tuple(kind for kind in FORMS if kind is not Int8Weight)
 
 
 class Activation(Protocol):

@@ -14,9 +14,10 @@ from dflash_trt.formats.base import QuantizedWeight, repeated_by_segment, row_sc
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
 from dflash_trt.formats.int4 import Int4Weight
+from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
-from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.launch_rules import FP8, FP8_BLOCK, INT4, INT8, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.routing_launch import RouterKind
 from dflash_trt.network.ops import Linear, StackedExperts
@@ -28,6 +29,7 @@ FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
     Mxfp4Weight: MXFP4,
     Nvfp4Weight: NVFP4,
     Int4Weight: INT4,
+    Int8Weight: INT8,  # of experts: a single layer has a kernel of its own
 }
 
 

@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import (
-    experts_of,
-    latent_problems,
-    recurrent_problems,
-    unsupported_formats,
-    wide_head_problems,
-)
+from dflash_trt.backends.base import latent_problems, recurrent_problems, unsupported_formats, wide_head_problems
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
@@ -62,10 +56,6 @@ def unsupported_problems(
     problems = list(
         unsupported_formats(quantization, lambda known: known.weight_type in (*GEMMS, Int8Weight), hint=hint)
     )
-    if quantization is not None:
-        alone, is_computed = experts_of(quantization), lambda known: not known.has_token_scales
-        other = "Set experts to one of these formats, or build with --backend torch."
-        problems += unsupported_formats(alone, is_computed, where=" of experts", hint=other)
     if dtype == "float16" and quantization is not None and "mxfp4" in quantization.linears.values():
         hint = "Its scales are powers of two that float16 does not reach: build with --dtype bfloat16."
         problems.append(problem("dtype of weights in mxfp4", expected="bfloat16 or float32", found=dtype, hint=hint))
