@@ -176,7 +176,7 @@ def defined_in_int8(x: Tensor, weights: tuple[Weight, Weight], routing: Routing,
 @pytest.mark.parametrize("moe", [SILU, CLAMPED, GELU], ids=lambda moe: moe.activation)
 @pytest.mark.parametrize("num_rows", [1, 11, 60])  # tiles of 16 and of 32
 def test_experts_in_int8_have_the_results_of_their_definition(num_rows: int, moe: Moe) -> None:
-    """The negative control has the scale of another row for one column of the activations."""
+    """The negative control: one large number changes the codes of its row, and of no other."""
     experts, *weights = make_experts("int8", moe, has_bias=moe is not GELU)
     x, routing = make_rows(num_rows), routed(num_rows)
     x *= torch.logspace(-2, 0, num_rows, device=DEVICE)[:, None]
