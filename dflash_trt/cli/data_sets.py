@@ -75,7 +75,8 @@ def _splits(path: Path) -> Iterator[tuple[str, list[Path]]]:
         found: dict[str, list[Path]] = {}
         for file in sorted(path.rglob("*.parquet")):
             folders = [part for part in file.relative_to(path).parts[:-1] if part != "data"]
-            found.setdefault("/".join([*folders, _SHARD.sub("", file.stem) or "train"]), []).append(file)
+            names = [*folders, _SHARD.sub("", file.stem)]
+            found.setdefault("/".join(filter(None, names)) or "train", []).append(file)
         yield from found.items()
 
 

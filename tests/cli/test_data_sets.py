@@ -69,6 +69,12 @@ def test_a_snapshot_of_the_hub_is_read_by_configuration_and_split(tmp_path: Path
         part = datasets.Dataset.from_list(ROWS[3 * index : 3 * index + 3])
         part.to_parquet(tmp_path / "h" / "data" / f"train-0000{index}-of-00002.parquet")
     assert len(prompts(tmp_path / "h")) == 6, "one split needs no name"
+    for split, count in (("train", 4), ("test", 1)):  # as the Hub converts others: numbers in a folder of the split
+        (tmp_path / "converted" / "default" / split).mkdir(parents=True)
+        datasets.Dataset.from_list(ROWS[:count]).to_parquet(tmp_path / "converted" / "default" / split / "0000.parquet")
+    assert len(prompts(tmp_path / "converted", split="default/test")) == 1
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "0000.parquet")
+    assert len(prompts(tmp_path, split="train")) == len(ROWS), "of a number alone"
 
 
 def test_columns_are_those_that_the_command_line_names(tmp_path: Path) -> None:
