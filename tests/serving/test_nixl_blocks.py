@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -124,6 +125,85 @@ def test_a_block_that_was_overwritten_is_a_miss(pair: Pair) -> None:
     assert pair.receiver.find(block(0).key) == [block(0)] and pair.read(block(0)) is None
 
 
+def test_blocks_that_came_and_those_that_were_overwritten_leave_room_for_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[RemoteBlock] = []
+    pair.sender.watch([block(0).key, block(1).key], told.extend)
+    assert pair.sender.write(block(0), content(0)) and pair.sender.write(block(1), content(1))
+    assert pair.sender.write(block(2), content(2)) and len(told) == 2
+    pair.learn([told[0], told[1]._replace(checksum=0)])
+    monkeypatch.setattr(nixl_blocks, "_READ_S", 0.1)  # of a read that waits for a place
+    for _ in range(nixl_blocks._NUM_LANDINGS + 1):
+        assert pair.read(block(0)) == content(0) and pair.read(block(1)) is None
+    assert pair.receiver._landings.qsize() == nixl_blocks._NUM_LANDINGS
+
+
+def test_a_sender_that_did_not_answer_is_met_anew_when_it_tells_of_its_blocks_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent is removed, and its other blocks are forgotten, but not those of another sender."""
+    other, told, told_by_other = BlockSender(ROOM), list[RemoteBlock](), list[RemoteBlock]()
+    pair.sender.watch([block(0).key, block(1).key], told.extend)
+    other.watch([block(2).key], told_by_other.extend)
+    assert all(pair.sender.write(block(number), content(number)) for number in (0, 1))
+    assert other.write(block(2), content(2))
+    pair.learn(told)
+    pair.receiver.learn(other.metadata, told_by_other)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.receiver._memory, "read", lambda *_: False)
+        assert pair.read(block(0)) is None
+    assert [*pair.receiver._known] == [block(2).name] and [*pair.receiver._memory._senders] == [other.metadata]
+    assert pair.read(block(2)) == content(2)
+    pair.learn(told)
+    assert pair.read(block(0)) == content(0) and pair.read(block(1)) == content(1)
+    other.close()
+
+
+def test_what_an_agent_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory and transfers, those too that took too long; and a sender is met once."""
+    from nixl_cu13 import _api
+
+    calls: Counter[str] = Counter()
+
+    class Counting(_api.nixl_agent):
+        def __getattribute__(self, name: str) -> object:
+            calls[name] += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(_api, "nixl_agent", Counting)
+    pair, told = Pair(), list[RemoteBlock]()
+    pair.sender.watch([block(0).key], told.extend)
+    assert pair.sender.write(block(0), content(0))
+    for _ in range(2):
+        pair.learn(told)
+        assert pair.read(block(0)) == content(0)
+    assert calls["add_remote_agent"] == 1
+    monkeypatch.setattr(Counting, "check_xfer_state", lambda *_: "PROC")
+    monkeypatch.setattr(Counting, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(nixl_blocks, "_READ_S", 0.05)
+    assert pair.read(block(0)) is None and calls["remove_remote_agent"] == 1
+    assert calls["initialize_xfer"] == calls["release_xfer_handle"] == 3
+    pair.receiver.close()
+    pair.sender.close()
+    assert calls["register_memory"] == calls["deregister_memory"] == 2
+
+
+def test_a_sender_that_closes_lets_go_of_who_waits_for_room() -> None:
+    sender, done = BlockSender(SIZE), list[tuple[bool, float]]()
+    sender.watch([block(0).key], lambda blocks: None)
+    assert sender.write(block(0), content(0))
+    writer = threading.Thread(target=lambda: done.append((sender.write(block(1), content(1)), time.monotonic())))
+    writer.start()
+    time.sleep(0.1)
+    assert not done
+    started_s = time.monotonic()
+    sender.close()
+    writer.join()
+    [(was_written, ended_s)] = done
+    assert not was_written and ended_s - started_s < nixl_blocks._ROOM_S / 2
+
+
 def test_what_a_sender_may_hold_no_longer_is_forgotten(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RemoteBlock] = []
     pair.sender.watch([block(0).key, block(1).key], told.extend)
@@ -134,6 +214,21 @@ def test_what_a_sender_may_hold_no_longer_is_forgotten(pair: Pair, monkeypatch: 
     assert pair.receiver.find(block(0).key) == []
     pair.learn(told[1:])
     assert [*pair.receiver._known] == [block(1).name]
+
+
+def test_a_block_that_is_told_again_is_known_from_then_on(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps none of those that were told after its first time."""
+    told: list[RemoteBlock] = []
+    pair.sender.watch([block(number).key for number in range(3)], told.extend)
+    assert all(pair.sender.write(block(number), content(number)) for number in range(3))
+    monkeypatch.setattr(nixl_blocks, "_LINGER_S", 0.05)
+    pair.learn(told[:2])
+    monkeypatch.setattr(nixl_blocks, "_LINGER_S", 60.0)
+    pair.learn(told[:1])
+    time.sleep(0.1)
+    pair.learn(told[2:])
+    assert [*pair.receiver._known] == [block(0).name, block(2).name]
+    assert pair.receiver.find(block(0).key) == [block(0)]
 
 
 def test_a_sender_that_dies_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
