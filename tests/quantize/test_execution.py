@@ -125,10 +125,11 @@ def test_int8_gives_the_bits_of_its_definition(num_in: int, num_rows: int, dtype
 def test_sums_of_int8_are_exact_at_their_largest(has_int_mm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_int_mm:
         monkeypatch.setattr(int8_linear, "_is_int_mm_exact", lambda: False)
-    x, weight = torch.full((2, MAX_COLUMNS), 127, dtype=torch.int8), torch.full((3, MAX_COLUMNS), -128)
-    x[1, ::3] = -126
-    weight[2, ::2] = 127
-    found = int8_linear.int32_product(x, weight.to(torch.int8))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(120, 128, (2, MAX_COLUMNS), generator=generator)  # float32 does not hold their odd sums
+    weight = torch.randint(-128, -120, (8, MAX_COLUMNS), generator=generator)
+    x[0], weight[0] = 127, -128
+    found = int8_linear.int32_product(x.to(torch.int8), weight.to(torch.int8))
     assert found.dtype == torch.int32 and torch.equal(found.double(), x.double() @ weight.double().T)
 
 
