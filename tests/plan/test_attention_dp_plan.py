@@ -121,6 +121,10 @@ def test_rows_of_prompts_go_to_experts_as_the_rule_says() -> None:
         sizes = {"hidden_size": H, "itemsize": 4, "ep_size": 8}
         assert chosen[count] == (count > 1 and sends_by_counts(moe, costs, num_rows=[count] * 8, **sizes))
     assert chosen == {1: False, 64: False, 1 << 17: True}
+    steps = (rows(*[(first, 0), (second, 0)] * 50_000, drafts=1) for first, second in ((2, 2), (3, 1)))
+    blocks, with_prompts = (engine.of(step) for step in steps)  # of as many tokens
+    kinds = [{item.kind for item in step.exchanges if item.features == H} for step in (blocks, with_prompts)]
+    assert kinds == [{"all_gather", "reduce_scatter"}, {"all_gather", "reduce_scatter", "all_to_all"}]
     uneven = {(item.kind, item.rows) for item in engine.of(rows((64, 0)), shared_tokens=64).exchanges}
     assert {("all_gather", 8 * 64), ("all_reduce", 64)} <= uneven, "padded to the fullest, and summed over all"
 

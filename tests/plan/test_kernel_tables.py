@@ -108,6 +108,11 @@ def test_attention_of_decoding_requests_is_found_by_batch_and_context(h200: Kern
     windowed = gqa.model_copy(update={"mask": AttentionMask(window=128)})
     near = h200.mixing(mixing(windowed, [1] * 8, [128] * 8))
     assert near is not None and near.seconds < found.seconds
+    far, narrow = (
+        h200.mixing(mixing(m, [1] * 8, [4095] * 8)) for m in (windowed, gqa.model_copy(update={"head_dim": 64}))
+    )
+    assert far is not None and far.seconds < found.seconds, "a window, at the same sizes"
+    assert narrow is not None and narrow.seconds not in (found.seconds, far.seconds)
     half = h200.mixing(mixing(gqa, [1] * 64, [8191] * 64, itemsize=1))
     whole = h200.mixing(mixing(gqa, [1] * 64, [8191] * 64))
     assert half is not None and whole is not None and half.seconds < 0.7 * whole.seconds, "pages in FP8"

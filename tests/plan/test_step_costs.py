@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.plan.attention_work import MixingWork
 from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import Gpu, gpu_of
-from dflash_trt.plan.kernel_fits import FittedKernels
+from dflash_trt.plan.kernel_fits import FittedKernels, kernel_fits
 from dflash_trt.plan.kernel_tables import KernelTables
 from dflash_trt.plan.machine_file import MachineFile
 from dflash_trt.plan.step_costs import StepClock, StepCosts, StepTime, assumed_costs, assumptions_of
-from dflash_trt.plan.step_floor import StepFloor
-from dflash_trt.plan.step_work import Product, StepWork
+from dflash_trt.plan.step_floor import StepFloor, floor_of
+from dflash_trt.plan.step_work import Experts, Product, StepWork
 from tests.plan.test_machine_file import MACHINE
 
 GPU = Gpu(
@@ -43,6 +44,7 @@ COSTS = StepCosts(
     host_request_s=23.0,
     is_host_hidden=False,
 )
+MOE = Moe(num_experts=4, num_experts_per_token=2, intermediate_size=8, routing="top_k_softmax")
 WORK = StepWork(
     num_requests=3,
     num_tokens=4,
@@ -89,6 +91,8 @@ def test_a_step_takes_the_sum_of_its_parts() -> None:
     )
     assert found.device_s == pytest.approx(69 + operators_s + 6)
     assert found.total_s == pytest.approx(found.device_s + 88)
+    waiting = replace(WORK, exchanges=(replace(WORK.exchanges[0], host_s=0.5),))
+    assert StepClock(GPU, COSTS).time(waiting).exchange_s == found.exchange_s + 8 * 0.5
     assert replace(found, is_host_hidden=True).total_s == found.device_s
     assert replace(found, is_host_hidden=True, host_s=1e9).total_s == 1e9
 
@@ -116,6 +120,19 @@ def test_weights_are_read_as_wide_and_as_fast_as_the_machine_keeps_them() -> Non
     kept = replace(GPU, plain_weight_bits=16, read_bytes_per_s={6999: 100.0, 7000: 200.0, 7001: 100.0})
     work = replace(WORK, products=(product(1, 12_000, elements=3000),), vector_bytes=400.0)
     assert StepClock(kept, COSTS).time(work).products_s == pytest.approx(6000 / (200 * 0.5))
+    floor = floor_of(work, kept)
+    assert (floor.weights_bytes, floor.kv_bytes, floor.memory_s) == (6400, 600, pytest.approx(7000 / 200))
+
+
+@pytest.mark.parametrize("experts", [None, Experts(hidden_size=8, moe=MOE, moe_tp_size=1, ep_size=1, num_tokens=1)])
+def test_a_format_without_a_fit_takes_that_of_unquantized_weights_of_its_kind(experts: Experts | None) -> None:
+    gpu, kind = gpu_of("h200"), "products" if experts is None else "experts"
+    fits = kernel_fits("h200")
+    assert f"{kind} fp8_w8a16" not in fits and fits["products None"] != fits["experts None"]
+    items = [replace(product(1, 1e9, name=name), experts=experts) for name in ("fp8_w8a16", None)]
+    fit = fits[f"{kind} None"]
+    expected = fit.latency_s + 1e9 / (4.8e12 * fit.memory_fraction)
+    assert [FittedKernels(gpu).product(item).seconds for item in items] == [pytest.approx(expected)] * 2
 
 
 def test_a_rank_alone_needs_no_links() -> None:
