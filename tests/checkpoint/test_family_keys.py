@@ -65,6 +65,10 @@ def groups(spec: TargetSpec) -> tuple[int, int]:
     return moe(spec).num_groups, moe(spec).num_chosen_groups
 
 
+def swiglu_limits(spec: TargetSpec) -> list[float | None]:
+    return [layer.moe.limit for layer in spec.layers if layer.moe is not None]
+
+
 def rotary_dim(spec: TargetSpec) -> int | None:
     return spec.attentions[0].rotary_dim
 
@@ -140,6 +144,8 @@ READ: list[tuple[str, Config, Callable[[TargetSpec], Any], Any]] = [
     ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, full_attention, [1, 3]),
     ("qwen3_5_text", {"layer_types": None, "full_attention_interval": None}, full_attention, [3]),
     ("qwen3_next", {"mlp_only_layers": [2], "decoder_sparse_step": 1}, experts, [0, 1, 3]),
+    ("gpt_oss", {"swiglu_limit": 5.0}, swiglu_limits, [5.0] * 4),
+    ("gpt_oss", {"swiglu_limit": None}, swiglu_limits, [7.0] * 4),
     ("minimax_m2", {"rotary_dim": 8}, rotary_dim, 8),
     ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, rotary_dim, 8),
     ("qwen3_next", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, rotary_dim, 4),
