@@ -120,6 +120,21 @@ def test_a_stored_tokenizer_that_gives_other_tokens_is_noticed(target: Path, mon
     assert not files and 'expected the tokens of transformers for "  two  spaces' in problem
 
 
+def test_a_stored_tokenizer_that_gives_other_texts_is_noticed(target: Path, monkeypatch) -> None:
+    store = tokenizer_dir._store
+
+    def store_another(tokenizer: Any, source: Path, stored: Path) -> None:
+        store(tokenizer, source, stored)
+        fields = read_json(stored / "tokenizer.json")
+        changed = {"type": "Replace", "pattern": {"String": "5"}, "content": "6"}
+        fields["decoder"] = {"type": "Sequence", "decoders": [fields["decoder"], changed]}
+        write_json(stored / "tokenizer.json", fields)
+
+    monkeypatch.setattr(tokenizer_dir, "_store", store_another)
+    files, (problem,) = resolve(target)
+    assert not files and 'expected the text of transformers for those tokens, "  two  spaces' in problem
+
+
 def test_a_tokenizer_that_takes_for_ever_is_given_up(target: Path, monkeypatch) -> None:
     monkeypatch.setattr(tokenizer_dir, "_MAX_STAGE_S", 0.1)
     monkeypatch.setattr(tokenizer_dir, "_load_alone", lambda path: time.sleep(30))
