@@ -1,7 +1,9 @@
 """The CPU kernels against the same ops in PyTorch, in every instruction set."""
 
+import itertools
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,10 +221,11 @@ def test_a_drafters_layer_rounds_its_inputs_where_that_is_faster(
 
 def test_bfloat16_is_left_to_onednn_where_that_is_faster(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     even, odd = Linear(weight=torch.randn(32, 40).bfloat16()), Linear(weight=torch.randn(32, 41).bfloat16())
-    assert (panel_linear(even, kernels) is not None) is kernels.has_bfloat16
-    assert panel_linear(odd, kernels) is None
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"amx_bf16"}))
-    assert panel_linear(even, kernels) is None
+    for has_bfloat16, flags in itertools.product((False, True), ((), ("amx_bf16",))):
+        monkeypatch.setattr(build, "_cpu_flags", lambda flags=flags: frozenset(flags))
+        given = replace(kernels, has_bfloat16=has_bfloat16)
+        assert (panel_linear(even, given) is not None) is (has_bfloat16 and not flags)
+        assert panel_linear(odd, given) is None
 
 
 def test_the_library_that_is_loaded_has_the_best_instructions_of_this_cpu() -> None:
