@@ -75,6 +75,11 @@ def test_the_interval_is_that_of_a_bootstrap_written_out() -> None:
     assert (found.low, found.high) == pytest.approx(np.percentile(drawn, (2.5, 97.5)), rel=0.05)
 
 
+def test_a_draw_without_a_step_does_not_count() -> None:
+    found = quotient_interval(np.array([3.0, 0.0, 0.0]), np.array([2.0, 0.0, 0.0]))
+    assert (found.low, found.high) == (1.5, 1.5)
+
+
 def test_the_interval_of_a_speedup_is_over_prompts_and_rounds() -> None:
     plain, own = [[2.0, 4.0, 6.0]] * 3, [[1.0, 2.0, 3.0]] * 3
     sure = speedup_interval(plain, own)

@@ -50,8 +50,10 @@ def test_rates_by_position_count_only_steps_that_verified_that_position() -> Non
 
 def test_counts_and_times_are_over_all_requests() -> None:
     failed = _output(num_tokens=0, first_s=0.0, error="bad")
-    summary = _summary(_output(num_tokens=4, first_s=0.2), _output(num_tokens=6, first_s=0.4), failed, num_refused=1)
-    assert (summary.num_requests, summary.num_failed) == (4, 2)
+    empty = replace(_output(num_tokens=0, first_s=9.0), finish_reason="cancelled")
+    told = [_output(num_tokens=4, first_s=0.2), _output(num_tokens=6, first_s=0.4), failed, empty]
+    summary = _summary(*told, num_refused=1)
+    assert (summary.num_requests, summary.num_failed) == (5, 2)
     assert (summary.num_output_tokens, summary.output_tok_per_s) == (10, 5.0)
     assert summary.time_to_first_token_s is not None
     assert asdict(summary.time_to_first_token_s) == pytest.approx({"mean": 0.3, "median": 0.3, "max": 0.4})
