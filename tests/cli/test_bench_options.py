@@ -9,7 +9,7 @@ import pytest
 
 from dflash_trt.cli import bench_machine
 from dflash_trt.cli.bench_options import check_names, named
-from dflash_trt.cli.bench_report import check_paths
+from dflash_trt.cli.bench_report import _write_table, check_paths
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from tests.bench.test_load_report import REPORT
@@ -116,3 +116,13 @@ def test_servers_that_are_engines_run_on_this_machine_and_each_side_has_its_gpus
         assert {side.num_gpus for side in swept} == {3}
         assert [side.model for side in swept if side.name == "u"] == ["m"] * ("u" in ran.stdout.split('"'))
         assert {side.model for side in swept if side.name != "u"} == {None}
+
+
+def test_a_table_has_every_number_of_every_row_zeros_too(tmp_path: Path) -> None:
+    rows = [
+        {"name": "a", "count": 0, "is_good": False, "time_s": {"p50": 0.0, "p99": None}, "rates": (0.5, 0.0)},
+        {"name": "b", "time_s": None, "rates": [], "more": ""},
+    ]
+    _write_table(tmp_path / "t.csv", rows)
+    lines = ["name,count,is_good,time_s_p50,rates_1,rates_2,more", "a,0,False,0.0,0.5,0.0,", "b,,,,,,"]
+    assert (tmp_path / "t.csv").read_text().splitlines() == lines

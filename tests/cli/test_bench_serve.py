@@ -70,7 +70,7 @@ WORDS += [
     "7",
 ]
 WORDS += ["--column", "prompt=prompt", "--column", "category=category"]
-WORDS += ["--goodput", "ttft:500,tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
+WORDS += ["--goodput", "ttft:500, tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
 SPLIT = ["--split", "test"]
 WORDS += ["--num-prompts", "3"]
 REPORTS = [

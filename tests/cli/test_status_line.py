@@ -117,9 +117,10 @@ def test_a_run_says_that_it_compiles_and_what_is_slow_without(engine_dir: Path, 
     ]
 
 
-def test_what_is_logged_is_shown_in_the_block_alone() -> None:
+def test_what_is_logged_is_shown_in_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     log, pipe = logging.getLogger("dflash_trt.anything"), StringIO()
-    level = logging.getLogger("dflash_trt").level
+    level, package = logging.ERROR, logging.getLogger("dflash_trt")
+    monkeypatch.setattr(package, "level", level)  # another than the block's
     with redirect_stderr(pipe):
         with notices_shown():
             log.info("now")
@@ -127,4 +128,4 @@ def test_what_is_logged_is_shown_in_the_block_alone() -> None:
         log.info("too late")
         log.warning("too late, too")
     assert pipe.getvalue() == "now\n"
-    assert logging.getLogger("dflash_trt").level == level
+    assert package.level == level
