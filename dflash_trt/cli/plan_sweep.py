@@ -208,13 +208,14 @@ def _engines(
     drafted: Drafted, layout: tuple[dict[str, Any], int], clock: "StepClock", draft_lengths: Sequence[int]
 ) -> tuple[list["SimulatedEngine"], list[str]]:
     """One for each K, or why there is none."""
+    from dflash_trt.core.config import build_config_from
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.simulation.sweep import SimulatedEngine, check_drafts, ranks_name
 
     ranks, num_replicas = layout
-    config = drafted.config.model_copy(update=ranks)
-    name = f"{drafted.name}, {ranks_name(config.mapping)}"
+    name = f"{drafted.name}, {ranks_name(drafted.config.model_copy(update=ranks).mapping)}"
     try:
+        config = build_config_from(drafted.config.model_dump() | ranks, source="--layout")
         made = plan_engine(config, drafted.pair, clock.gpu)
     except DFlashError as error:
         return [], [f"{name}: {error}"]
@@ -247,13 +248,15 @@ def _layout(text: str) -> tuple[dict[str, Any], int]:
     match = _LAYOUT.fullmatch(text)
     kind, *sizes = match.groups() if match else ("", "0")
     numbers = [int(size or 1) for size in sizes]
-    if not all(1 <= number <= 1024 for number in numbers):
+    num_ranks, ep_size, dcp_size, num_replicas = numbers if match else (0, 0, 0, 0)
+    divides = dcp_size in (1, num_ranks) and not (dcp_size > 1 and kind == "dp")
+    if not divides or not all(1 <= number <= 1024 for number in numbers):
         expected = (
             "tp, or dp for ranks with requests of their own, with the ranks of a replica, ep with groups of experts, "
-            "dcp with ranks that divide latents, x with replicas, such as tp8ep8, dp8ep8, tp8ep8dcp8 or tp1x8"
+            "dcp with as many ranks of tp, which divide latents, x with replicas, such as tp8ep8, dp8ep8, "
+            "tp8ep8dcp8 or tp1x8"
         )
         raise ConfigError.about("--layout", expected=expected, found=repr(text))
-    num_ranks, ep_size, dcp_size, num_replicas = numbers
     fields = {"tp_size": num_ranks, "ep_size": ep_size, "dcp_size": dcp_size, "attention_dp": kind == "dp"}
     return fields, num_replicas
 

@@ -126,7 +126,7 @@ def test_every_option_of_build_is_in_the_command_as_it_was_given(words: list[str
     monkeypatch.setattr("dflash_trt.cli.plan_advice._CHOSEN", ())
     flags = dict(cli.commands["build"].make_context("build", list(words)).params)
     flags |= dict.fromkeys(_NOT_OF_PLANS)
-    mapping = SimpleNamespace(world_size=1, dp_size=1, ep_size=1)
+    mapping = SimpleNamespace(world_size=1, dp_size=1, ep_size=1, dcp_size=1)
     made = SimpleNamespace(
         pretrained_config=SimpleNamespace(mapping=mapping),
         build_config=SimpleNamespace(

@@ -76,15 +76,16 @@ def test_every_drafter_is_simulated_in_every_layout_with_every_k(pair, invoke) -
 @pytest.mark.parametrize(
     ("text", "sizes", "num_replicas"),
     [
-        ("tp8ep4", (8, 4, False), 1),
-        ("tp2", (2, 1, False), 1),
-        ("tp1x8", (1, 1, False), 8),
-        ("dp4", (4, 1, True), 1),
-        ("dp8ep2x3", (8, 2, True), 3),
+        ("tp8ep4", (8, 4, 1, False), 1),
+        ("tp2", (2, 1, 1, False), 1),
+        ("tp1x8", (1, 1, 1, False), 8),
+        ("dp4", (4, 1, 1, True), 1),
+        ("dp8ep2x3", (8, 2, 1, True), 3),
+        ("tp8ep8dcp8x2", (8, 8, 8, False), 2),
     ],
 )
 def test_a_layout_is_ranks_groups_of_experts_and_replicas(text, sizes, num_replicas) -> None:
-    fields = dict(zip(("tp_size", "ep_size", "attention_dp"), sizes, strict=True))
+    fields = dict(zip(("tp_size", "ep_size", "dcp_size", "attention_dp"), sizes, strict=True))
     assert _layout(text) == (fields, num_replicas)
 
 
@@ -191,12 +192,13 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
     target, _, _ = pair
     path = tmp_path / "machine.json"
     path.write_text(MACHINE.model_copy(update={"memory_bytes": 13 << 30, "link_bytes_per_s": 1e11}).text())
-    layouts = ("--layout", "tp1", "--layout", "tp2", "--layout", "tp3")
+    layouts = ("--layout", "tp1", "--layout", "tp2", "--layout", "tp3", "--layout", "tp2dcp2")
     limits = ("--max-batch-size", 4, "--max-num-tokens", 256)
     report = sweep(invoke, target, "--machine", path, *layouts, *limits, "--concurrency", 1)
     assert [point["layout"] for point in report["points"]] == ["tp2x1"]
-    lacks, refused = report["left_out"]
-    assert lacks.startswith("AR, tp1ep1: each rank lacks ") and "num_heads" in refused
+    lacks, refused, divided = report["left_out"]
+    assert "tp2dcp2: " in divided and "a target with latents" in divided
+    assert lacks.startswith("AR, tp1: each rank lacks ") and "num_heads" in refused
     nothing = invoke("plan", target, "--machine", path, "--sweep", *SIZES, *limits)
     assert nothing.exit_code == 1 and "no configuration fits" in nothing.stderr
 
@@ -209,6 +211,8 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
         (("--gpu", "48", "--sweep", "--accepted", "0.5"), "a machine whose bandwidth is known"),
         (("--gpu", "h200", "--sweep", "--context", "9"), "none of the options of steps, found --context"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "8"), "--layout: expected tp, or dp for ranks"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp8dcp4"), "--layout: expected tp, or dp for"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "dp8dcp8"), "--layout: expected tp, or dp for"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp1x1025"), "--layout: expected tp, or dp for"),
         (
             ("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp0"),

@@ -39,6 +39,7 @@ def test_the_defaults_are_those_of_the_documents() -> None:
         "tp_size": 1,
         "ep_size": 1,
         "attention_dp": False,
+        "dcp_size": 1,
         "quantization": None,
         "plugin_library": None,
         "collectives": "native",
