@@ -101,27 +101,29 @@ def test_preempted_requests_come_back(two_ranks: EngineDir, expected: list[Any])
         assert loop.statistics().scheduler.num_preemptions > 0
 
 
-def test_packed_experts_and_fp8_pages_too(root: Path) -> None:
+def test_packed_experts_and_fp8_pages_too(tmp_path: Path) -> None:
     if find_spec("modelopt") is None:
         pytest.skip("modelopt is not installed: scripts/test installs it")
-    write_calibration_prompts(root)
+    make_pair(tmp_path, "deepseek_v3")
+    write_calibration_prompts(tmp_path)
     packed = {"target": "fp8", "kv_cache": "fp8", "calibration": {"prompts": "prompts.jsonl"}}
     found = []
     for fields in ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2}):
-        with engine_loop(build(root, overwrite=True, quantization=packed, **fields)) as loop:
+        with engine_loop(build(tmp_path, quantization=packed, **fields)) as loop:
             found.append(verified(run(loop, requests(), at_once=3)))
     assert found[1] == found[0]
 
 
-def test_each_rank_keeps_its_part_of_the_positions(root: Path) -> None:
+def test_each_rank_keeps_its_part_of_the_positions(tmp_path: Path) -> None:
     """Four ranks have pages for nearly four times the tokens of one; those that divide heads alone have fewer."""
+    make_pair(tmp_path, "deepseek_v3")
     tokens = {}
     for name, fields in (
         ("one", {"tp_size": 1}),
         ("heads", {"tp_size": 4}),
         ("positions", {"tp_size": 4, "dcp_size": 4}),
     ):
-        engine = build(root, overwrite=True, max_batch_size=64, **fields)
+        engine = build(tmp_path, overwrite=True, max_batch_size=64, **fields)
         with engine_loop(engine, kv_cache_bytes=100 << 10) as loop:
             tokens[name] = loop.limits.num_pages * loop.limits.page_size
     assert tokens["positions"] > 3.9 * tokens["one"]
