@@ -81,7 +81,7 @@ def attention_reduction_kernel(
     is_part = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     heads = (kv_head, kv_heads, heads_per_kv)
     rows = (in_tile, row, is_row, is_part)
-    joined, _, _ = joined_splits(
+    joined, _maximum, _divisor = joined_splits(
         (partials, partial_stats),
         (slot, num_splits),
         (sinks, has_sinks),
@@ -136,7 +136,7 @@ def attention_codes_kernel(
     else:
         heads = (kv_head, kv_heads, heads_per_kv)
         rows = (in_tile, row, is_row, is_part)
-        value, _, _ = joined_splits(
+        value, _maximum, _divisor = joined_splits(
             (partials, partial_stats),
             (slot, num_splits),
             (sinks, has_sinks),
