@@ -210,7 +210,7 @@ def _exchange_rows(gpu: Gpu, root: Path) -> Iterator[str]:
 def _context_rows(pair: PairSpecs, gpu: Gpu) -> Iterator[str]:
     """Decode steps of long requests, by what the ranks divide."""
     clock, works, num_tokens = clock_of(gpu, None), list[EngineWork](), list[str]()
-    for fields in ({}, {"attention_dp": True}, {"dcp_size": _RANKS}):
+    for fields in ({}, {"attention_dp": True, "max_batch_size": 8}, {"dcp_size": _RANKS}):
         sizes = {"tp_size": _RANKS, "ep_size": _RANKS, "max_seq_len": 262144, "max_num_tokens": _PROMPT_TOKENS}
         config = BuildConfig(target="t", drafter="d", draft_window=_WINDOW, **sizes | fields)
         made = plan_engine(config, pair, gpu)

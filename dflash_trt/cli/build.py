@@ -102,7 +102,7 @@ class _BuildCommand(click.Command):
 @_key("--page-size", "Token positions per K/V page.")
 @_key("--tp-size", "Ranks that share every layer, a process and a GPU each.")
 @_key("--ep-size", "Groups of those ranks that have a part of the experts each.")
-@_key("--dcp-size", "Ranks that keep every such position of latents each: 1, or as many as --tp-size.")
+@_key("--dcp-size", "Ranks that divide the positions of a request's latents: 1, or as many as --tp-size.")
 @click.option(
     "--attention-dp",
     is_flag=True,

@@ -253,7 +253,7 @@ def _layout(text: str) -> tuple[dict[str, Any], int]:
     if not divides or not all(1 <= number <= 1024 for number in numbers):
         expected = (
             "tp, or dp for ranks with requests of their own, with the ranks of a replica, ep with groups of experts, "
-            "dcp with as many ranks of tp, which divide latents, x with replicas, such as tp8ep8, dp8ep8, "
+            "dcp with the number of tp for ranks that divide positions, x with replicas, such as tp8ep8, dp8ep8, "
             "tp8ep8dcp8 or tp1x8"
         )
         raise ConfigError.about("--layout", expected=expected, found=repr(text))

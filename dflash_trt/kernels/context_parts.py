@@ -16,43 +16,47 @@ from dflash_trt.kernels.attention_reduction import joined_splits
 from dflash_trt.kernels.latent_attention import is_direct, log_sum
 from dflash_trt.kernels.rope_and_pages import request_of
 
+_SIZES = ["part", "part_shift", "first_row", "min_direct_rows", "num_requests", "pages_per_request"]
 
-@triton.jit(do_not_specialize=["part", "part_shift", "min_direct_rows", "num_requests", "pages_per_request"])
+
+@triton.jit(do_not_specialize=_SIZES)
 def own_rows_kernel(
     positions,  # int32 [N]
     token_offsets,  # int32 [R + 1]
     context_lens,  # int32 [R]
     page_table,  # int32 [R, pages_per_request]
-    own_offsets,  # out, int32 [N + 1]
-    own_lens,  # out, int32 [N]: positions here before the last that the row sees; -1 if it sees none
-    own_pages,  # out, int32 [N, pages_per_request]
+    own_offsets,  # out, int32 [n + 1]
+    own_lens,  # out, int32 [n]: positions here before the last that the row sees; -1 if it sees none
+    own_pages,  # out, int32 [n, pages_per_request]
     part,  # this rank
     part_shift,
+    first_row,
     min_direct_rows,  # rows that `is_direct` names see none
     num_requests,
     pages_per_request,
     REQUESTS: tl.constexpr,
     PAGES: tl.constexpr,  # copied at once
 ):
-    """The rows of a step as requests of one row each. Grid: (N,)."""
-    row = tl.program_id(0)
-    num_tokens = tl.load(token_offsets + num_requests)
-    tl.store(own_offsets + row, tl.minimum(row, num_tokens))
-    if row == tl.num_programs(0) - 1:
-        tl.store(own_offsets + row + 1, tl.minimum(row + 1, num_tokens))
+    """The n rows of a step from `first_row` on as requests of one row each. Grid: (n,)."""
+    own = tl.program_id(0)
+    row = first_row + own
+    num_own = tl.maximum(tl.load(token_offsets + num_requests) - first_row, 0)
+    tl.store(own_offsets + own, tl.minimum(own, num_own))
+    if own == tl.num_programs(0) - 1:
+        tl.store(own_offsets + own + 1, tl.minimum(own + 1, num_own))
     request = request_of(row, token_offsets, num_requests, REQUESTS)
     if request >= num_requests:
-        tl.store(own_lens + row, 0)
+        tl.store(own_lens + own, 0)
         return
     own_len = (tl.load(positions + row) - part) >> part_shift
     if is_direct(request, token_offsets, context_lens, min_direct_rows):
         own_len = -1
-    tl.store(own_lens + row, own_len)
+    tl.store(own_lens + own, own_len)
     table = page_table + request.to(tl.int64) * pages_per_request
     for first in range(0, pages_per_request, PAGES):
         page = first + tl.arange(0, PAGES)
         found = tl.load(table + page, mask=page < pages_per_request, other=0)
-        tl.store(own_pages + row.to(tl.int64) * pages_per_request + page, found, mask=page < pages_per_request)
+        tl.store(own_pages + own.to(tl.int64) * pages_per_request + page, found, mask=page < pages_per_request)
 
 
 @triton.jit(do_not_specialize=["num_rows", "groups", "group_heads", "rank_heads"])

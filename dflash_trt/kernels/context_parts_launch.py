@@ -16,7 +16,10 @@ _PAGES = 128  # entries of a page table that are copied at once
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """This rank's part of all positions: every `num_ranks`-th, a power of two, from `rank` on."""
+    """This rank's part of all positions: every `num_ranks`-th from `rank` on.
+
+    `num_ranks` is a power of two, as it divides a page size that is one.
+    """
 
     rank: int
     num_ranks: int
@@ -30,14 +33,19 @@ WHOLE_CONTEXT = ContextPart(0, 1)
 
 
 def own_rows(
-    requests: RequestTensors, positions: Tensor, part: ContextPart, *, min_direct_rows: int | None = None
+    requests: RequestTensors,
+    positions: Tensor,  # int32 [N]
+    part: ContextPart,
+    *,
+    rows: slice,  # n of N
+    min_direct_rows: int | None = None,
 ) -> RequestTensors:
-    """Each of N rows as a request, over the positions of this rank.
+    """Each of n rows as a request, over the positions of this rank.
 
-    `positions` are int32 [N]. Rows of prompts that begin in this step and have `min_direct_rows` rows see nothing.
+    Rows of prompts that begin in this step and have `min_direct_rows` rows see nothing.
     """
-    num_rows, (num_requests, num_pages) = len(positions), requests.page_table.shape
-    check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
+    num_rows, (num_requests, num_pages) = rows.stop - rows.start, requests.page_table.shape
+    check_tensor("positions", positions, dtype=torch.int32, shape=[None])
     requests.check(num_requests, "token_offsets", "context_lens", "page_table")
     found = RequestTensors(
         token_offsets=positions.new_empty(num_rows + 1),
@@ -54,6 +62,7 @@ def own_rows(
         found.page_table,
         part.rank,
         part.shift,
+        rows.start,
         ANY_ROWS if min_direct_rows is None else min_direct_rows,
         num_requests,
         num_pages,
@@ -114,13 +123,14 @@ class PartRows:
 def join_parts(
     parts: Tensor,  # F [ranks, N, heads, latent_dim + 4 bytes], see `PartRows.by_rank`
     token_offsets: Tensor,  # int32 [R + 1]
-) -> Tensor:
-    """The sums over all ranks' positions, F [N, heads, latent_dim]; zeros for rows of no request."""
+    attended: Tensor,  # out, F [N, heads, latent_dim]; zeros for rows of no request
+) -> None:
+    """The sums over all ranks' positions."""
     num_ranks, num_rows, num_heads, width = parts.shape
     latent_dim = width - 4 // parts.itemsize
     check_tensor("parts", parts, dtype=FLOATS, shape=[num_ranks, num_rows, num_heads, width])
     check_tensor("token_offsets", token_offsets, dtype=torch.int32, shape=[None])
-    attended = parts.new_empty(num_rows, num_heads, latent_dim)
+    check_tensor("attended", attended, dtype=parts.dtype, shape=[num_rows, num_heads, latent_dim])
     join_parts_kernel[(num_rows, num_heads)](
         parts,
         parts.view(torch.float32),
@@ -136,4 +146,3 @@ def join_parts(
         num_stages=1,
         enable_fp_fusion=True,
     )
-    return attended

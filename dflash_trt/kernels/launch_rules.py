@@ -36,6 +36,7 @@ MID_INT8_TOKENS: Final = 32
 FULL_INT8_TOKENS: Final = 64
 MAX_INT8_TOKENS: Final = 128
 MAX_GRID_Y: Final = 65_535  # programs of a launch along y
+CONTEXT_PIECE_ROWS: Final = 512  # rows of a step whose attention over all ranks' positions is exchanged at once
 PLAN_WORDS: Final = 8  # int32, of an item of a plan of attention
 # Forms of packed weights. From FP8_BLOCK to INT4 they have block scales, and from MXFP4 to INT4 a byte has two codes.
 PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4, INT8 = range(7)

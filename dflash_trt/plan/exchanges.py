@@ -12,6 +12,7 @@ from dflash_trt.core.expert_exchange import ExchangeCosts, reached_fraction, sen
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.engine_dir import PretrainedConfig
+from dflash_trt.kernels.launch_rules import CONTEXT_PIECE_ROWS
 
 _ID_BYTES: Final = 4
 _COUNT_BYTES: Final = 8
@@ -77,11 +78,13 @@ class Exchanges:
             yield self._exchange("all_gather", passes, rows.drafts, draft.draft_vocab_size or target.vocab_size)
 
     def _of_divided_positions(self, target: TargetSpec, num_tokens: int) -> Iterator[Exchange]:
-        """Queries of all heads, and what they attend to on each rank."""
+        """Queries of all heads, and what they attend to on each rank, in pieces of equal numbers of rows."""
+        num_pieces = max(1, -(-num_tokens // CONTEXT_PIECE_ROWS))
+        num_rows = -(-num_tokens // num_pieces)
         for mla, count in Counter(target.latents).items():
             queries = mla.num_heads * (mla.latent_dim + mla.rope_dim)
-            yield self._exchange("all_gather", count, num_tokens, queries)
-            yield self._exchange("all_to_all", count, num_tokens, mla.num_heads * mla.latent_dim)
+            yield self._exchange("all_gather", num_pieces * count, num_rows, queries)
+            yield self._exchange("all_to_all", num_pieces * count, num_rows, mla.num_heads * mla.latent_dim)
 
     def _joint(self, rows: RankRows, shared_tokens: int) -> Iterator[Exchange]:
         """Rows of each feed-forward, embedding and head are gathered, and their sums or their logits given back."""

@@ -19,7 +19,7 @@ from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.step_spec import DRAFT_OUTPUTS
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
-from dflash_trt.kernels.launch_rules import MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
+from dflash_trt.kernels.launch_rules import CONTEXT_PIECE_ROWS, MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
 # CUDA's context, loaded kernels and cuBLAS, before any weight: an assumption, not measured.
@@ -117,9 +117,10 @@ def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multipr
     of_latents = [largest_workspace(shape, num_multiprocessors=multiprocessors) for shape in latents]
     attention = max(attention, *of_latents, 0)
     num_tokens = _max_tokens(limits)
+    num_rows = min(num_tokens, CONTEXT_PIECE_ROWS) if divides else num_tokens
     kept = num_tokens * max((gqa.q_size for gqa in mixers), default=0)
-    kept += max((shape.query_elements(num_tokens) for shape in latents), default=0)
-    kept += max((shape.attended_elements(num_tokens) for shape in latents), default=0)
+    kept += max((shape.query_elements(num_rows) for shape in latents), default=0)
+    kept += max((shape.attended_elements(num_rows) for shape in latents), default=0)
     return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + kept * num_bytes_of(config.dtype)
 
 
@@ -183,14 +184,14 @@ def layer_features(
         float32_size=num_bytes_of("float32") // num_bytes_of(config.dtype),
     )
     if config.mapping.dcp_size > 1 and isinstance(layer.mixer, Mla):
-        mixed += _exchanged_features(layer.mixer)
+        mixed += -(-_exchanged_features(layer.mixer) * min(num_tokens, CONTEXT_PIECE_ROWS) // num_tokens)
     fed = layer.feed_forward.held_features(hidden_size, config.mapping)
     # Input, normed, result; after attention also its result and their sum.
     return max(3 * hidden_size + mixed, (5 + layer.has_post_norms) * hidden_size + fed)
 
 
 def _exchanged_features(mla: Mla) -> int:
-    """Elements for each token where ranks divide positions: queries of all heads, or what is sent and received."""
+    """Elements for each row of a piece where ranks divide positions: queries of all heads, or parts."""
     return max(mla.num_heads * (mla.latent_dim + mla.rope_dim), 2 * mla.num_heads * (mla.latent_dim + 2))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.handles import Heads, Norm, RopeRows, RowsIndex
-from dflash_trt.backends.cuda.latent_attention import LatentMemory, attend_device_latent, shape_of
+from dflash_trt.backends.cuda.latent_attention import LatentMemory, attend_device_latent, own_pieces, shape_of
 from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.process_group import ONE_RANK, OneRank, RankGroup
@@ -22,8 +22,7 @@ from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_launch import num_multiprocessors
 from dflash_trt.kernels.attention_plan import RequestTensors
-from dflash_trt.kernels.context_parts_launch import ContextPart, own_rows
-from dflash_trt.kernels.latent_attention_launch import min_direct_rows
+from dflash_trt.kernels.context_parts_launch import ContextPart
 from dflash_trt.kernels.latent_rules import largest_workspace
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
 from dflash_trt.network.ops import Rows
@@ -206,12 +205,9 @@ def run_kernels(
         context_lens=tensors.requests.context_lens.to(device),
         page_table=tensors.requests.page_table.to(device),
     )
-    part = ContextPart(ranks.rank, ranks.num_ranks)
-    own_piece = None
+    part, own = ContextPart(ranks.rank, ranks.num_ranks), tuple[Piece, ...]()
     if part.num_ranks > 1:
-        least = min_direct_rows(num_rows=len(positions), num_requests=len(step.rows), num_verify_rows=NUM_VERIFY_ROWS)
-        own = own_rows(requests, positions, part, min_direct_rows=least)
-        own_piece = Piece(rows=slice(len(positions)), requests=own)
+        own = tuple(own_pieces(requests, positions, part, num_verify_rows=NUM_VERIFY_ROWS))
     piece = Piece(rows=slice(len(positions)), requests=requests)
     rows: Rows[Any] = Rows(
         positions=positions,
@@ -219,7 +215,7 @@ def run_kernels(
         context_lens=requests.context_lens,
         page_table=requests.page_table,
         keeps_kv=True,
-        index=(RowsIndex(requests=requests, pieces=(piece,), own_piece=own_piece),),
+        index=(RowsIndex(requests=requests, pieces=(piece,), own_pieces=own),),
     )
     rope = RopeRows(inv_freq, frequencies.amplitude, positions)
     # Parts of projections, as the network cuts them.

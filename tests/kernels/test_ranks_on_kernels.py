@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from tests.dflash2_files import make_dflash2_drafter
-from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.executor.rank_engines import KV_CACHE_BYTES, build, make_zlab_pair, opened
 from tests.factories import make_target, make_zlab_drafter
 from tests.gemma_targets import EVERYTHING, make_gemma
+from tests.kernels.latent_steps import RanksInTurn
 from tests.kernels.rank_on_kernels import REQUESTS, prefix_hit, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
@@ -103,6 +107,14 @@ def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
 def test_so_do_two_that_divide_the_positions_of_latents(tmp_path: Path) -> None:
     make_zlab_pair(tmp_path, **LATENTS)
     assert_two_ranks_give_the_tokens_of_one(tmp_path, {}, {"dcp_size": 2})
+
+
+def test_deterministic_steps_of_such_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    make_zlab_pair(tmp_path, **LATENTS)
+    engine = build(tmp_path, tp_size=2, dcp_size=2)
+    config = RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic: expected dcp_size 1 on a GPU, found dcp_size 2"):
+        TorchGpuExecutor.open(engine, config, ranks=RanksInTurn(2), device=torch.device("cpu"))
 
 
 def assert_two_ranks_give_the_tokens_of_one(tmp_path: Path, names: dict[str, str], ranks: dict[str, int]) -> None:

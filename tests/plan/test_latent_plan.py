@@ -6,8 +6,10 @@ import pytest
 
 from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.planning import plan_engine
+from dflash_trt.plan.step_work import EngineWork
 from tests.plan.test_step_floor import write
 
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
@@ -95,6 +97,29 @@ def test_eight_ranks_share_the_experts_and_copy_the_latents(kimi: PairSpecs) -> 
         "latent pages are whole on every rank: 68.6 KiB of each token's 68.6 KiB a rank, 549.0 KiB on 8"
     )
     assert not [note for note in made.notes if "refused" in note or "of a node" in note]
+
+
+def test_ranks_that_divide_positions_hold_an_eighth_of_each_latent(kimi: PairSpecs) -> None:
+    """Their exchanges are of all heads, of at most 512 rows at once."""
+    divided, whole = (
+        plan_engine(
+            BuildConfig(target="target", dtype="bfloat16", tp_size=8, ep_size=8, dcp_size=dcp_size),
+            kimi,
+            gpu_of("h200"),
+        )
+        for dcp_size in (8, 1)
+    )
+    assert divided.pages is not None and divided.pages.bytes_per_token == LATENT_BYTES // 8
+    assert divided.num_kv_tokens == pytest.approx(8 * whole.num_kv_tokens, rel=0.01)
+    assert not [note for note in divided.notes if note.startswith("latent")]
+    work = EngineWork(divided.pretrained_config, has_drafter=False)
+    for num_requests, rows, count in ((4, 32, 61), (65, 260, 2 * 61)):
+        step = work.of(ComputedRows.decode(num_requests=num_requests, context_len=1000, num_draft_tokens=7))
+        sums, queries, parts, logits = step.exchanges
+        assert (sums.kind, logits.features) == ("all_reduce", 163840)
+        assert (queries.kind, queries.count, queries.rows, queries.features) == ("all_gather", count, rows, 64 * 576)
+        assert (parts.kind, parts.count, parts.rows, parts.features) == ("all_to_all", count, rows, 64 * 512)
+        assert parts.num_bytes == count * rows * 64 * 512 * 2 * 7 / 8
 
 
 def test_ranks_beyond_a_node_are_planned_as_if_they_were_one(kimi: PairSpecs) -> None:

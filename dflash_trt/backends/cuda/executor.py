@@ -466,9 +466,6 @@ def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> Non
 
 def _check_parts(dcp_size: int, is_deterministic: bool) -> None:
     """Raises ConfigError for what ranks that divide positions cannot do on a GPU."""
-    if dcp_size & (dcp_size - 1):
-        hint = "Build the engine with another number of ranks."
-        raise ConfigError.about("dcp_size", expected="a power of two on a GPU", found=str(dcp_size), hint=hint)
     if dcp_size > 1 and is_deterministic:
         expected, hint = "dcp_size 1 on a GPU", 'Build the engine without --dcp-size, or run it with device "cpu".'
         raise ConfigError.about("deterministic", expected=expected, found=f"dcp_size {dcp_size}", hint=hint)

@@ -158,7 +158,7 @@ class RowsIndex:
 
     requests: RequestTensors
     pieces: tuple[Piece, ...]
-    own_piece: Piece | None = None  # each row as a request over this rank's positions, where ranks divide those
+    own_pieces: tuple[Piece, ...] = ()  # rows as requests over this rank's positions, where ranks divide those
 
 
 def rows_of(

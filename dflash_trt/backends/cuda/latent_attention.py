@@ -4,7 +4,7 @@ Absorbed, one GEMM of all heads applies the key's factor to the queries, and ano
 between all heads attend over the latents themselves. Direct, one GEMM makes K and V of every head.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
 from dflash_trt.backends.torch.process_group import RankGroup
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart, join_parts
+from dflash_trt.kernels.attention_fixed import Piece
+from dflash_trt.kernels.attention_plan import RequestTensors
+from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart, join_parts, own_rows
 from dflash_trt.kernels.head_product_launch import head_product
 from dflash_trt.kernels.latent_attention_launch import (
     LatentRotation,
@@ -26,6 +28,7 @@ from dflash_trt.kernels.latent_attention_launch import (
     store_latents,
 )
 from dflash_trt.kernels.latent_rules import LatentShape
+from dflash_trt.kernels.launch_rules import CONTEXT_PIECE_ROWS
 from dflash_trt.network.ops import Rows
 from dflash_trt.network.state import LatentCache
 
@@ -51,6 +54,7 @@ class LatentMemory:
         """`mlas` have the heads that attend here: a rank's, or all over its part. None if no layer has latents."""
         if not mlas:
             return None
+        num_rows = num_rows if part.num_ranks == 1 else min(num_rows, CONTEXT_PIECE_ROWS)
         shapes = [shape_of(mla) for mla in mlas]
         num_queries = max(shape.query_elements(num_rows) for shape in shapes)
         num_attended = max(shape.attended_elements(num_rows) for shape in shapes)
@@ -128,19 +132,38 @@ def _over_all_ranks(
 ) -> Tensor:  # F [N, heads, latent_dim]
     """See `kernels.context_parts`."""
     num_rows, num_heads, _ = absorbed.shape
-    piece, num_ranks = rows.index[0].own_piece, ranks.num_ranks
-    assert piece is not None and num_ranks == memory.part.num_ranks == cache.spec.num_parts
-    counts = [num_rows] * num_ranks
+    num_ranks = ranks.num_ranks
+    assert num_ranks == memory.part.num_ranks == cache.spec.num_parts
     shape = replace(shape_of(mla), num_heads=num_heads * num_ranks)
-    queries, attended = memory.views(num_rows, shape)
-    by_rank = queries.view(num_rows, num_ranks, -1).transpose(0, 1)
-    by_rank.copy_(ranks.all_gather_rows(absorbed.flatten(1), counts).view(by_rank.shape))
-    part = attend_part(
-        queries, cache.tensor, piece.requests, workspace=workspace, plans=piece.plans, attended=attended, **options
-    )
-    sent = part.by_rank(num_ranks)
-    received = ranks.all_to_all_by_counts(sent.view(num_ranks * num_rows, -1), counts, counts)
-    return join_parts(received.view(sent.shape), rows.index[0].requests.token_offsets)
+    joined = absorbed.new_empty(num_rows, num_heads, mla.latent_dim)
+    for piece in rows.index[0].own_pieces:
+        own = absorbed[piece.rows]
+        counts = [len(own)] * num_ranks
+        queries, attended = memory.views(len(own), shape)
+        by_rank = queries.view(len(own), num_ranks, -1).transpose(0, 1)
+        by_rank.copy_(ranks.all_gather_rows(own.flatten(1), counts).view(by_rank.shape))
+        part = attend_part(
+            queries, cache.tensor, piece.requests, workspace=workspace, plans=piece.plans, attended=attended, **options
+        )
+        sent = part.by_rank(num_ranks)
+        received = ranks.all_to_all_by_counts(sent.view(num_ranks * len(own), -1), counts, counts)
+        join_parts(received.view(sent.shape), piece.requests.token_offsets, joined[piece.rows])
+    return joined
+
+
+def own_pieces(
+    requests: RequestTensors,
+    positions: Tensor,  # int32 [N]
+    part: ContextPart,
+    *,
+    num_verify_rows: int,
+) -> Iterator[Piece]:
+    """All rows of a step as requests over this rank's positions, at most CONTEXT_PIECE_ROWS together."""
+    num_rows, num_requests = len(positions), len(requests.context_lens)
+    least = min_direct_rows(num_rows=num_rows, num_requests=num_requests, num_verify_rows=num_verify_rows)
+    for first in range(0, num_rows, CONTEXT_PIECE_ROWS):
+        rows = slice(first, min(first + CONTEXT_PIECE_ROWS, num_rows))
+        yield Piece(rows=rows, requests=own_rows(requests, positions, part, rows=rows, min_direct_rows=least))
 
 
 def attend_latent_in_splits(

@@ -29,7 +29,7 @@ from dflash_trt.backends.cuda.handles import (
     rows_of,
     tensor_of,
 )
-from dflash_trt.backends.cuda.latent_attention import attend_device_latent
+from dflash_trt.backends.cuda.latent_attention import attend_device_latent, own_pieces
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
@@ -43,10 +43,7 @@ from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
-from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_plan import AttentionOptions
-from dflash_trt.kernels.context_parts_launch import own_rows
-from dflash_trt.kernels.latent_attention_launch import min_direct_rows
 from dflash_trt.kernels.norm_launch import sigmoid_mul
 from dflash_trt.kernels.rope_and_pages_launch import (
     Rotation,
@@ -226,14 +223,9 @@ class TorchGpuOps(DrafterOps):
         if latents is None or latents.part.num_ranks == 1:
             return rows
         first, *others = rows.index
-        least = min_direct_rows(
-            num_rows=len(rows.positions),
-            num_requests=len(rows.context_lens),
-            num_verify_rows=self._num_draft_tokens + 1,
-        )
-        own = own_rows(first.requests, rows.positions, latents.part, min_direct_rows=least)
-        first = replace(first, own_piece=Piece(rows=slice(len(rows.positions)), requests=own))
-        return replace(rows, index=(first, *others))
+        num_verify_rows = self._num_draft_tokens + 1
+        pieces = own_pieces(first.requests, rows.positions, latents.part, num_verify_rows=num_verify_rows)
+        return replace(rows, index=(replace(first, own_pieces=tuple(pieces)), *others))
 
     def attend(
         self,
