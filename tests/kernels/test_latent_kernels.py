@@ -104,9 +104,9 @@ def test_ranks_that_divide_positions_attend_as_one(
 
 def test_long_steps_are_exchanged_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end within requests, and the last has rows of no request alone; with the memory of one piece."""
-    step = Step(rows=(15, 4, 70), contexts=(0, 31, 9), num_extra_rows=12)
+    step = Step(rows=(5, 2), contexts=(3, 31), num_extra_rows=5)
     tensors = make_tensors(step)
-    monkeypatch.setattr(latent_attention, "CONTEXT_PIECE_ROWS", 9)
+    monkeypatch.setattr(latent_attention, "CONTEXT_PIECE_ROWS", 4)
     assert_as_reference(step, *run_ranks(step, tensors, device, num_ranks=2), *run_reference(step, tensors))
 
 
