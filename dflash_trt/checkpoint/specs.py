@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dflash_trt.checkpoint.config_reader import read_json_object
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.mtp import is_mtp, mtp_tensors, parse_mtp
@@ -23,6 +24,8 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.weight_spec import WeightTable, is_linear
+
+_ENGINE_KEY = "pretrained_config"  # of an engine's config.json, TensorRT-LLM's as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ def read_specs(
 
 
 def refuse_missing(directories: AbcMapping[str, Path]) -> None:
-    """Raises ConfigError: a checkpoint, by its label, is not a directory."""
+    """Raises ConfigError: a checkpoint, by its label, is not a directory, or holds an engine."""
     errors = ErrorCollector()
     for label, path in directories.items():
         errors.run(partial(_check_directory, label, path))
@@ -114,6 +117,9 @@ def _check_directory(label: str, path: Path) -> None:
         found = "a file" if path.exists() else "nothing at that path"
         hint = "Pass the directory that holds config.json and the safetensors files."
         raise ConfigError.about(f"{label} {path}", expected="a checkpoint directory", found=found, hint=hint)
+    if _ENGINE_KEY in (read_json_object(path / "config.json", label=label, problems=[]) or {}):
+        hint = "Pass the checkpoint from which it was built."
+        raise ConfigError.about(f"{label} {path}", expected="a checkpoint directory", found="an engine", hint=hint)
 
 
 def pair_heading(target: Path, drafter: Path | None) -> str:

@@ -285,7 +285,8 @@ def _part(cuda: SoftwareCuda, watch: Watch, steps: Steps, phase: str) -> dict[st
         kind, _, kernel = name.removeprefix("in graphs: ").partition(" ")
         if kind == "kernel" or kind.startswith(("cublas", "nccl")):
             kernels[_short(kernel if kind == "kernel" else kind)] += count
-    waits, compiled = watch.waits.get(phase, Counter()), watch.compiled.get(phase, [])
+    waits, allocations = (told.get(phase, Counter()) for told in (watch.waits, watch.allocations))
+    compiled = watch.compiled.get(phase, [])
     return {
         "num_steps": len(noted),
         "num_decode_steps": len(decode),
@@ -300,7 +301,8 @@ def _part(cuda: SoftwareCuda, watch: Watch, steps: Steps, phase: str) -> dict[st
         "compiled": sorted(set(compiled)),
         "num_waits": sum(waits.values()),
         "waits": [f"{count}x {what}" for what, count in waits.most_common()],
-        "num_allocations": sum(watch.allocations.get(phase, Counter()).values()),
+        "num_allocations": sum(allocations.values()),
+        "allocations": [f"{count}x {what}" for what, count in allocations.most_common()],
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from dflash_trt.checkpoint.pair import CheckpointPair, open_pair, read_pair
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.errors import ConfigError
 from tests.checkpoint.expert_files import to_mxfp4
+from tests.engine_dir.building import build
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
 MAKERS: dict[str, Any] = {"z-lab": make_zlab_drafter, "Speculators": make_speculators_drafter, "none": None}
@@ -54,6 +56,14 @@ def test_experts_in_mxfp4_are_known_from_the_config(tmp_path: Path) -> None:
     found = read_specs(configs_of(target, tmp_path / "t"), None)
     assert found.quantization == expected.quantization
     assert set(found.quantization.linears.values()) == {"mxfp4"}
+
+
+@pytest.mark.parametrize("read", [read_specs, open_pair])
+def test_an_engine_is_no_checkpoint(tmp_path: Path, read: Callable[..., object]) -> None:
+    engine = tmp_path / "engine"
+    build(tmp_path, engine, target=str(make_target(tmp_path / "target")), max_seq_len=64)
+    with pytest.raises(ConfigError, match=r"^target .*engine: expected a checkpoint directory, found an engine\."):
+        read(engine, None)
 
 
 def test_every_wrong_config_is_named(tmp_path: Path) -> None:
