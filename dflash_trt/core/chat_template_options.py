@@ -1,4 +1,4 @@
-"""Options of chat templates, such as `enable_thinking`: variables of a template besides the messages.
+"""Messages and options of chat templates, such as `enable_thinking`: variables of a template besides the messages.
 
 A build stores its pair's options in the engine; a request's own options replace them by name.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 
+ChatMessage = Mapping[str, Any]  # {"role": "user", "content": "..."}
 ChatTemplateOptions = Mapping[str, Any]  # JSON values by name
 
 # Parameters of transformers' `apply_chat_template`, and variables that the engine sets.

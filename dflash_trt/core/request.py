@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Optional
 
 from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, text
 from dflash_trt.core.constraint import TokenConstraint
+from dflash_trt.core.errors import RequestError
 from dflash_trt.core.sampling import MAX_SEED as MAX_SEED
 from dflash_trt.core.sampling import MAX_STOP_LEN as MAX_STOP_LEN
 from dflash_trt.core.sampling import MAX_STOP_STRINGS as MAX_STOP_STRINGS
@@ -28,6 +29,13 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
     "shares_prompt_of": optional(text("None, or a string")),
     "reports_drafts": instance("true or false", bool),
 }
+
+
+def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
+    """Of a prompt."""
+    expected = f"at most {max_tokens} tokens (max_seq_len - 1)"
+    hint = "Shorten the prompt, or build the engine with a larger max_seq_len."
+    return RequestError.about("prompt", expected=expected, found=str(num_tokens), hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
-"""Settings of a scheduler."""
+"""Settings of a scheduler, and objects in their place."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +28,10 @@ class SchedulerConfig:
             if value is not None and value < 1
         ]
         raise_all(ConfigError, "scheduler configuration", problems)
+
+
+class Policies(TypedDict, total=False):
+    """Objects that decide instead of an engine's settings."""
+
+    scheduler_config: SchedulerConfig | None
+    draft_length_policy: DraftLengthPolicy | None

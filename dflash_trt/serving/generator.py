@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast, overload
 from weakref import finalize
 
+from dflash_trt.core.chat_template_options import ChatMessage
 from dflash_trt.core.checked_values import checked, function, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.process import OwnProcess
@@ -30,7 +31,7 @@ from dflash_trt.serving.generation_batch import (
     output_without_tokens,
 )
 from dflash_trt.serving.output_processor import StreamChunk
-from dflash_trt.serving.prompts import ChatMessage, Prompt, TemplateOptions, conversation, conversations
+from dflash_trt.serving.prompts import Prompt, TemplateOptions, conversation, conversations
 from dflash_trt.serving.request_reader import RequestReader
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream, SampleStreams, samples_of

@@ -17,11 +17,11 @@ from dflash_trt.core.other_engines import checks_keywords, hint_for
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.opening import Policies, checked_settings, open_engine
+from dflash_trt.serving.opening import checked_settings, open_engine
 from dflash_trt.serving.request_reader import RequestReader
 
 if TYPE_CHECKING:
-    from dflash_trt.scheduler.config import SchedulerConfig
+    from dflash_trt.scheduler.config import Policies, SchedulerConfig
     from dflash_trt.scheduler.draft_length import DraftLengthPolicy
     from dflash_trt.serving.text import TextCodec
 

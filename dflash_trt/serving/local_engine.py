@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.process import let_threads_sleep, paused_collection
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.config import Policies, SchedulerConfig
 from dflash_trt.scheduler.data_parallel import DataParallelScheduler, StepScheduler, make_scheduler
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import EngineExecutor
-    from dflash_trt.serving.opening import Policies
 
 
 MakeStore = Callable[[str, int], PrefixStore]  # of what the blocks are for, and the bytes of the largest

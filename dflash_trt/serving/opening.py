@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.serving.engine import Engine
@@ -11,15 +11,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import PagePlan
-    from dflash_trt.scheduler.config import SchedulerConfig
-    from dflash_trt.scheduler.draft_length import DraftLengthPolicy
-
-
-class Policies(TypedDict, total=False):
-    """Objects that decide instead of settings, in the scheduler's terms."""
-
-    scheduler_config: SchedulerConfig | None
-    draft_length_policy: DraftLengthPolicy | None
+    from dflash_trt.scheduler.config import Policies
 
 
 class OpenedEngine(Engine, Protocol):

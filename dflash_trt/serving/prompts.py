@@ -7,10 +7,11 @@ from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
-from dflash_trt.core.chat_template_options import reserved_problems
+from dflash_trt.core.chat_template_options import ChatMessage, reserved_problems
 from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.request import too_many_tokens
 
 if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.text import TextCodec
@@ -19,9 +20,6 @@ if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
 # {"prompt_token_ids": [...]}. Messages may come with {"chat_template_kwargs": {...}}, variables of the chat template.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
-ChatMessage = Mapping[str, Any]  # {"role": "user", "content": "..."}
-
-_SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
 _KEYS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_KEY = "chat_template_kwargs"
 
@@ -149,11 +147,6 @@ def check_template_kwargs(value: Any, *, subject: str = KWARGS_KEY) -> None:
         raise RequestError.about(subject, expected=expected, found=f"{value!r:.80}", hint=hint)
     for reason in reserved_problems(value, subject):
         raise RequestError(reason)
-
-
-def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
-    expected = f"at most {max_tokens} tokens (max_seq_len - 1)"
-    return RequestError.about("prompt", expected=expected, found=str(num_tokens), hint=_SHORTEN)
 
 
 def _checked_key(prompt: Mapping[str, Any]) -> str:

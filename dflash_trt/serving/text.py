@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.core.chat_template_options import ChatTemplateOptions
+from dflash_trt.core.chat_template_options import ChatMessage, ChatTemplateOptions
 from dflash_trt.core.errors import EngineDirError, RequestError
+from dflash_trt.core.request import too_many_tokens
 from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer, text_too_long
 from dflash_trt.serving.detokenizer import (
@@ -19,7 +20,6 @@ from dflash_trt.serving.detokenizer import (
     byte_alphabet,
     bytes_of_piece,
 )
-from dflash_trt.serving.prompts import ChatMessage, too_many_tokens
 from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_token
 
 # The class of a panic in the tokenizers library (Rust): not an Exception, and not exported.

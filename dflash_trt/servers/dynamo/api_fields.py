@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.request import too_many_tokens
 from dflash_trt.core.sampling import SamplingParams, sample_seed
 from dflash_trt.engine_dir.template_renderer import conversation_too_long, max_conversation_bytes, text_too_long
 from dflash_trt.servers.dynamo.echo import echo_problems
-from dflash_trt.serving.prompts import too_many_tokens
 
 CHAT: Final = "chat/completions"
 COMPLETIONS: Final = "completions"
