@@ -93,7 +93,7 @@ def run_step(
 def run_layers(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> TargetRun[T]:
     """The first part of a step."""
     rows = ops.token_rows()
-    tap_ids = [] if network.drafter is None else network.drafter.tap_layer_ids
+    tap_ids = () if network.draft is None else network.draft.target_layer_ids
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
     tapped: dict[int, T] = {}
     for layer_id, hidden in enumerate(outputs):

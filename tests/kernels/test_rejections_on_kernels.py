@@ -4,6 +4,7 @@ tests/parity compares those with transformers' full forward.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +139,15 @@ def test_drafts_from_texts_share_steps_with_the_drafters(
     assert 0 < counts.num_ngram_accepted_tokens < counts.num_ngram_draft_tokens < counts.num_draft_tokens
 
 
-def test_taps_of_other_layers_show(
-    executors: tuple[Executor, TorchGpuExecutor], taps: Taps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taps_of_other_layers_show(executors: tuple[Executor, TorchGpuExecutor], taps: Taps) -> None:
     """The negative control."""
     reference, executor = executors
     decode(reference, PROMPT, 1, num_draft_tokens=0)
     expected = dict(taps)
     taps.clear()
-    monkeypatch.setattr(DFlashDrafter, "tap_layer_ids", property(lambda self: TAPS[::-1]))
+    assert executor.network.draft is not None
+    draft = executor.network.draft.model_copy(update={"target_layer_ids": TAPS[::-1]})
+    executor.network = replace(executor.network, draft=draft)
     decode(executor, PROMPT, 1, num_draft_tokens=0)
     assert difference(taps, expected, len(PROMPT)) > 1000 * TAP_TOLERANCE
 

@@ -37,7 +37,7 @@ def deferred_context(
     drafter = network.drafter
     if not isinstance(drafter, DFlashDrafter) or page_plan.page_windows:
         return None
-    num_row_bytes = len(drafter.tap_layer_ids) * drafter.spec.target_hidden_size * dtype.itemsize
+    num_row_bytes = len(drafter.spec.target_layer_ids) * drafter.spec.target_hidden_size * dtype.itemsize
     num_blocks = page_plan.total_bytes // _MEMORY_FRACTION // (page_plan.page_size * num_row_bytes)
     num_blocks = min(num_blocks, page_plan.num_pages)
     # A log has a page for each of its requests that is not full, and takes at most half of the blocks.
@@ -75,7 +75,7 @@ class DeferredContext:
         self._log: list[_Logged] = []
         self._num_logged, self._most_logged = 0, num_logged_tokens
         # Memory that is never written to costs nothing.
-        num_rows, row_width = num_blocks * self._page_size, len(drafter.tap_layer_ids) * self._width
+        num_rows, row_width = num_blocks * self._page_size, len(drafter.spec.target_layer_ids) * self._width
         self._taps = torch.empty((num_rows, row_width), dtype=dtype)
         self._blocks = np.full(page_plan.num_pages, -1)  # of pages
         # Of blocks: the page, its number in a sequence, the part of it that is kept, and when it was written to.

@@ -109,12 +109,6 @@ class DraftSpec(DecoderSpec):
         return self.chain is not None or self.mtp is not None
 
     @property
-    def block_filler(self) -> int:
-        """The mask token, of algorithms that have one."""
-        assert self.mask_token_id is not None
-        return self.mask_token_id
-
-    @property
     def draft_topk(self) -> int:
         """C: top-C candidates kept per draft for rejection sampling."""
         if self.selector is not None:

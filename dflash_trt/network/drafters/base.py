@@ -33,10 +33,6 @@ class DrafterWeights(Generic[T]):
     lm_head: Linear[T]
     draft_to_target: T | None
 
-    @property
-    def tap_layer_ids(self) -> Sequence[int]:
-        return self.spec.target_layer_ids
-
 
 class Drafter(Protocol[T]):
     """One algorithm over its weights, a frozen dataclass. Its state is what `DraftSpec.states` lists."""
@@ -46,15 +42,13 @@ class Drafter(Protocol[T]):
         """In the order of `StepState.draft_kv`."""
         ...
 
-    @property
-    def tap_layer_ids(self) -> Sequence[int]:
-        """Target layers whose outputs `observe` takes, 0-based, in this order."""
-        ...
-
     def observe(
         self, ops: Ops[T], token_ids: T, target: TargetRun[T], acceptance: Acceptance[T], state: StepState[T]
     ) -> None:
-        """Add the accepted tokens of the step to the state: token ids [T] and the target's taps [T, H]."""
+        """Add the accepted tokens of the step to the state: token ids [T] and the target's taps [T, H].
+
+        Taps are outputs of the target's layers, as `DraftSpec.target_layer_ids` lists them.
+        """
         ...
 
     def propose(

@@ -30,6 +30,7 @@ class DFlashDrafter(DrafterWeights[T]):
     """`embedding_scale` is the target's, too, unless the drafter brings its own embedding."""
 
     embedding_scale: float
+    mask_token_id: int
     context_norm: T
     context_kv: Linear[T]  # [k_0; v_0; k_1; v_1; ...] rows of all layers
     layers: tuple[DraftLayer[T], ...]  # their [k; v] are slices of context_kv
@@ -56,7 +57,7 @@ class DFlashDrafter(DrafterWeights[T]):
         A positive output multiplier, which some drafters carry, keeps the order of the logits: a greedy draft does not
         need it. It is left out of sampled drafts, too, which costs acceptance and changes no distribution.
         """
-        blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
+        blocks = ops.token_blocks(acceptance, fill=self.mask_token_id)
         hidden = ops.without_first(self.run_block(ops, blocks, state, ExchangedRows(num_draft_tokens + 1)))
         hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         logits = head_logits(ops, hidden, self.lm_head, ExchangedRows(num_draft_tokens))
@@ -86,6 +87,7 @@ class DFlashDrafter(DrafterWeights[T]):
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:
     """Raises KeyError on a missing tensor."""
+    assert spec.mask_token_id is not None
     context_kv = tensors.linear("draft.kv")
     ends = list(accumulate(2 * gqa.shard(tensors.mapping).kv_size for gqa in spec.attentions))
     kvs = (tensors.rows_of(context_kv, start, stop) for start, stop in zip([0, *ends], ends, strict=False))
@@ -96,6 +98,7 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
     return DFlashDrafter(
         **bind_weights(spec, target, tensors),
         embedding_scale=1.0 if spec.has_own_embedding else target.embedding_scale,
+        mask_token_id=spec.mask_token_id,
         context_norm=tensors["draft.context_norm"],
         context_kv=context_kv,
         layers=layers,

@@ -66,7 +66,7 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
         self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
     ) -> Proposal[T]:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
-        blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
+        blocks = ops.token_blocks(acceptance, fill=self.mask_token_id)
         hidden = ops.without_first(self.run_block(ops, blocks, state, ExchangedRows(num_draft_tokens + 1)))
         hidden = ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         selector = self.selector

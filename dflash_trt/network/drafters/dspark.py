@@ -32,7 +32,7 @@ class DSparkDrafter(dflash.DFlashDrafter[T]):
     ) -> Proposal[T]:
         """Run the block, and walk through its slots from the anchor on."""
         from_anchor = self.heads.drafts_from_anchor
-        blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler, drafts_from_anchor=from_anchor)
+        blocks = ops.token_blocks(acceptance, fill=self.mask_token_id, drafts_from_anchor=from_anchor)
         slots = ExchangedRows(num_draft_tokens + (not from_anchor))
         hidden = ops.rms_norm(self.run_block(ops, blocks, state, slots), self.norm, self.spec.rms_norm_eps)
         drafting = hidden if from_anchor else ops.without_first(hidden)
