@@ -1,6 +1,6 @@
 """Commits a step's result: first state for the next plan, for all rows at once, then requests' events.
 
-The second part does not delay the next step.
+The second part does not delay the next step. Counts what was committed.
 """
 
 import logging
@@ -301,6 +301,38 @@ class Committer:
             found=f"NaN or infinity: the logits are not finite at position {position}",
             hint="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
         )
+
+
+class StepCounts:
+    """Running counts of committed steps."""
+
+    def __init__(self, max_draft_len: int) -> None:
+        self.num_finished: Counter[FinishReason] = Counter()
+        self.num_steps = 0
+        self.num_steps_by_draft_length: Counter[int] = Counter()
+        self.num_computed_tokens = 0
+        self.num_ngram_draft_tokens = 0
+        self.num_ngram_accepted_tokens = 0
+        self._width = max_draft_len + 1
+        self._num_blocks = np.zeros(self._width**2, np.int64)  # by candidates and accepted drafts
+
+    def add(self, committed: CommittedStep) -> None:
+        """Count a committed step."""
+        rows = committed.step.plan.rows
+        self.num_steps += 1
+        self.num_steps_by_draft_length[rows.num_draft_tokens] += 1
+        self.num_computed_tokens += rows.total_tokens
+        is_given = rows.context_lens != CHAINED  # with drafts: the host's
+        self.num_ngram_draft_tokens += int(committed.num_candidates[is_given].sum())
+        self.num_ngram_accepted_tokens += int(committed.num_accepted[is_given].sum())
+        outcomes = committed.num_candidates * self._width + committed.num_accepted
+        self._num_blocks += np.bincount(outcomes, minlength=len(self._num_blocks))
+
+    @property
+    def blocks(self) -> Array:
+        """Verify blocks by candidates [1 ..] and accepted drafts [0 ..]."""
+        blocks: Array = self._num_blocks.reshape(self._width, self._width)[1:]
+        return blocks
 
 
 def _given_drafts(rows: StepRows, row: int) -> tuple[int, ...]:

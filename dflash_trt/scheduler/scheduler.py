@@ -16,7 +16,7 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepResult
-from dflash_trt.scheduler.commit import CommittedStep, Committer
+from dflash_trt.scheduler.commit import CommittedStep, Committer, StepCounts
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
@@ -25,7 +25,7 @@ from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.slots import SlotTable
-from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts, acceptance_rates
+from dflash_trt.scheduler.statistics import SchedulerStatistics, acceptance_rates
 from dflash_trt.scheduler.stored_prefixes import StoredPrefixes
 
 _LOG = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.request import FinishReason
-from dflash_trt.core.step_plan import CHAINED
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
-from dflash_trt.scheduler.commit import CommittedStep
+from dflash_trt.scheduler.commit import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class SchedulerStatistics:
 
 
 def of_all_ranks(
-    parts: Sequence[SchedulerStatistics], counts: "Sequence[StepCounts]", num_steps: Counter[int]
+    parts: Sequence[SchedulerStatistics], counts: Sequence[StepCounts], num_steps: Counter[int]
 ) -> SchedulerStatistics:
     """Sums over ranks that have requests of their own; `num_steps` they ran together, by K."""
     sums = {
@@ -85,38 +84,6 @@ def of_all_ranks(
         "acceptance_by_position": acceptance_rates(np.sum([part.blocks for part in counts], axis=0)),
     }
     return SchedulerStatistics(**sums | joint)
-
-
-class StepCounts:
-    """Running counts of committed steps."""
-
-    def __init__(self, max_draft_len: int) -> None:
-        self.num_finished: Counter[FinishReason] = Counter()
-        self.num_steps = 0
-        self.num_steps_by_draft_length: Counter[int] = Counter()
-        self.num_computed_tokens = 0
-        self.num_ngram_draft_tokens = 0
-        self.num_ngram_accepted_tokens = 0
-        self._width = max_draft_len + 1
-        self._num_blocks = np.zeros(self._width**2, np.int64)  # by candidates and accepted drafts
-
-    def add(self, committed: CommittedStep) -> None:
-        """Count a committed step."""
-        rows = committed.step.plan.rows
-        self.num_steps += 1
-        self.num_steps_by_draft_length[rows.num_draft_tokens] += 1
-        self.num_computed_tokens += rows.total_tokens
-        is_given = rows.context_lens != CHAINED  # with drafts: the host's
-        self.num_ngram_draft_tokens += int(committed.num_candidates[is_given].sum())
-        self.num_ngram_accepted_tokens += int(committed.num_accepted[is_given].sum())
-        outcomes = committed.num_candidates * self._width + committed.num_accepted
-        self._num_blocks += np.bincount(outcomes, minlength=len(self._num_blocks))
-
-    @property
-    def blocks(self) -> Array:
-        """Verify blocks by candidates [1 ..] and accepted drafts [0 ..]."""
-        blocks: Array = self._num_blocks.reshape(self._width, self._width)[1:]
-        return blocks
 
 
 def acceptance_rates(blocks: Array) -> tuple[float | None, ...]:
