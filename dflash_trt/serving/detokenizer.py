@@ -7,6 +7,7 @@ import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 # A byte-level vocabulary spells each byte as one printable character: printable Latin-1 as itself, the other 68
@@ -38,6 +39,31 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """The remaining text at the end: replacement characters for bytes of incomplete characters."""
         ...
+
+
+def make_detokenizers(
+    decoder: Mapping[str, Any] | None, backend: Any, decode: Callable[[Sequence[int]], str]
+) -> Callable[[], Detokenizer]:
+    """The factory of detokenizers for a decoder of tokenizer.json: of its kind, or the general one."""
+    special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    alphabet = byte_alphabet()
+    fallback = ByteFallbackDecoder.of(decoder)
+
+    def spelled(token_id: int) -> str | None:
+        """None for tokens that give no text."""
+        return None if token_id in special_ids else backend.id_to_token(token_id)
+
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        piece = spelled(token_id)
+        return b"" if piece is None else bytes_of_piece(piece, alphabet)
+
+    if decoder is not None and decoder["type"] == "ByteLevel":
+        return lambda: ByteDetokenizer(bytes_of)
+    if fallback is not None:
+        piece_of = cache(lambda token_id: fallback.piece(spelled(token_id)))
+        return lambda: ByteFallbackDetokenizer(piece_of, num_stripped=fallback.num_stripped)
+    return lambda: WindowDetokenizer(decode, has_text=lambda token_id: spelled(token_id) is not None)
 
 
 class ByteDetokenizer:

@@ -1,8 +1,7 @@
 """Text to token ids and back, with the tokenizer an engine directory carries."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,7 @@ from dflash_trt.core.errors import EngineDirError, RequestError
 from dflash_trt.core.request import too_many_tokens
 from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer, text_too_long
-from dflash_trt.serving.detokenizer import (
-    ByteDetokenizer,
-    ByteFallbackDecoder,
-    ByteFallbackDetokenizer,
-    Detokenizer,
-    WindowDetokenizer,
-    byte_alphabet,
-    bytes_of_piece,
-)
+from dflash_trt.serving.detokenizer import Detokenizer, make_detokenizers
 from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_token
 
 # The class of a panic in the tokenizers library (Rust): not an Exception, and not exported.
@@ -42,7 +33,7 @@ class TextCodec:
         normalizer = self._backend.normalizer
         self._bytes_per_token = max_bytes_per_token(description, normalizer.normalize_str if normalizer else str)
         self._longest_token_bytes = longest_token_bytes(description)
-        self._detokenizer = _make_detokenizers(description["decoder"], self._backend, self.decode)
+        self._detokenizer = make_detokenizers(description["decoder"], self._backend, self.decode)
 
     @classmethod
     def open(cls, path: str | Path, *, chat_template_options: ChatTemplateOptions | None = None) -> "TextCodec":
@@ -178,31 +169,6 @@ def _schema(tool: Any) -> Any:
     from transformers.utils.chat_template_utils import get_json_schema
 
     return get_json_schema(tool)
-
-
-def _make_detokenizers(
-    decoder: Mapping[str, Any] | None, backend: Any, decode: Callable[[Sequence[int]], str]
-) -> Callable[[], Detokenizer]:
-    """The factory of detokenizers for a decoder of tokenizer.json: of its kind, or the general one."""
-    special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    alphabet = byte_alphabet()
-    fallback = ByteFallbackDecoder.of(decoder)
-
-    def spelled(token_id: int) -> str | None:
-        """None for tokens that give no text."""
-        return None if token_id in special_ids else backend.id_to_token(token_id)
-
-    @cache
-    def bytes_of(token_id: int) -> bytes:
-        piece = spelled(token_id)
-        return b"" if piece is None else bytes_of_piece(piece, alphabet)
-
-    if decoder is not None and decoder["type"] == "ByteLevel":
-        return lambda: ByteDetokenizer(bytes_of)
-    if fallback is not None:
-        piece_of = cache(lambda token_id: fallback.piece(spelled(token_id)))
-        return lambda: ByteFallbackDetokenizer(piece_of, num_stripped=fallback.num_stripped)
-    return lambda: WindowDetokenizer(decode, has_text=lambda token_id: spelled(token_id) is not None)
 
 
 def _check_text(text: str, max_bytes: int | None) -> None:
