@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.cuda.drafter_ops import DrafterOps
 from dflash_trt.backends.cuda.experts import DeviceExperts, chosen_of_all, run_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
 from dflash_trt.backends.cuda.handles import (
@@ -42,9 +41,10 @@ from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.kernels import attention_launch, sampling_launch
+from dflash_trt.kernels import attention_launch, sampling_launch, selector_launch
 from dflash_trt.kernels.attention_plan import AttentionOptions
 from dflash_trt.kernels.norm_launch import sigmoid_mul
+from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
 from dflash_trt.kernels.rope_and_pages_launch import (
     Rotation,
     rotate_and_store,
@@ -57,6 +57,7 @@ from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
+    Codebooks,
     DeltaParameters,
     ExchangedRows,
     Experts,
@@ -64,11 +65,13 @@ from dflash_trt.network.ops import (
     Linear,
     Rows,
     StepInputs,
+    TokenBlocks,
 )
-from dflash_trt.network.state import Cache, LatentCache, RecurrentCache
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 
 
-class TorchGpuOps(DrafterOps):
+class TorchGpuOps:
     """Implements `Ops[Value]` for one step; `run_step` may treat the handles as tensors."""
 
     def __init__(
@@ -87,7 +90,7 @@ class TorchGpuOps(DrafterOps):
 
         Recurrent layers need `slots`.
         """
-        super().__init__(inputs, num_draft_tokens=num_draft_tokens)
+        self._inputs, self._num_draft_tokens = inputs, num_draft_tokens
         self._rules = rules
         self._slots = slots
         self._resources = resources
@@ -414,6 +417,91 @@ class TorchGpuOps(DrafterOps):
         if self._rules is not None:
             self._rules.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
+
+    def token_blocks(
+        self, acceptance: Acceptance[Any], *, fill: int, drafts_from_anchor: bool = False
+    ) -> TokenBlocks[Any]:
+        return self._blocks(acceptance, fill=fill, width=self._num_draft_tokens + (not drafts_from_anchor))
+
+    def chain_blocks(self, acceptance: Acceptance[Any], drafts: Sequence[Value]) -> TokenBlocks[Any]:
+        blocks = self._blocks(acceptance, fill=0, width=len(drafts) + 1)
+        if drafts:
+            token_ids = torch.cat([acceptance.bonus_tokens[:, None], *(tensor_of(draft) for draft in drafts)], dim=1)
+            blocks = TokenBlocks(token_ids=token_ids.flatten(), rows=blocks.rows)
+        return blocks
+
+    def _blocks(self, acceptance: Acceptance[Any], *, fill: int, width: int) -> TokenBlocks[Any]:
+        inputs, starts = self._inputs, acceptance.next_context_lens
+        shape = (len(acceptance.bonus_tokens), width)
+        token_ids, positions = (torch.empty(shape, dtype=torch.int32, device=starts.device) for _ in range(2))
+        sampling_launch.draft_block(acceptance.bonus_tokens, starts, token_ids, positions, mask_token_id=fill)
+        rows = rows_of(positions.flatten(), inputs.token_offsets, starts, inputs.page_table, keeps_kv=False)
+        return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
+
+    def previous_rows(self, x: Value, rows: Rows[Any], cache: RowCache[Any]) -> Tensor:
+        assert rows.keeps_kv, "only the step's own tokens have rows in pages"
+        return previous_rows(tensor_of(x), cache.tensor, rows.index[0].requests, rows.positions)
+
+    def context_rows(self, cache: RowCache[Any], acceptance: Acceptance[Any]) -> Tensor:
+        starts = acceptance.next_context_lens
+        table = self._inputs.page_table
+        first = table.view(-1, len(starts), table.shape[-1])[0]  # features are never windowed
+        return last_rows(cache.tensor, first, starts)
+
+    def stack_slots(self, slots: Sequence[Value]) -> Tensor:
+        return torch.stack([tensor_of(slot) for slot in slots], dim=1).flatten(0, 1)
+
+    def last_slot(self, x: Value, num_slots: int) -> Tensor:
+        rows = tensor_of(x)
+        return rows.view(-1, num_slots, rows.shape[-1])[:, -1].contiguous()
+
+    def slot_rows(self, x: Value, slot: int) -> Tensor:
+        rows = tensor_of(x)
+        return rows.reshape(len(self._inputs.context_lens), -1, rows.shape[-1])[:, slot]
+
+    def without_first(self, hidden: Value) -> Tensor:
+        x = tensor_of(hidden)
+        blocks = x.view(-1, self._num_draft_tokens + 1, x.shape[-1])
+        return blocks[:, 1:].reshape(-1, x.shape[-1])
+
+    def draft_tokens(
+        self,
+        logits: Value,
+        acceptance: Acceptance[Any],
+        draft_to_target: Value | None,
+        *,
+        draft_topk: int,
+        first_slot: int = 1,
+    ) -> Proposal[Any]:
+        inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
+        starts = acceptance.next_context_lens if first_slot == 1 else acceptance.next_context_lens + (first_slot - 1)
+        tokens, draft_topk_ids, draft_topk_probs = sampling_launch.draft_tokens(
+            tensor_of(logits),
+            inputs.temperature,
+            inputs.seed,
+            inputs.draft_stream,
+            starts,
+            mapped,
+            draft_topk=draft_topk,
+        )
+        return Proposal(tokens=tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
+
+    def block_conv(self, x: Value, filters: Value, base: Value) -> Tensor:
+        num_slots = self._num_draft_tokens + 1
+        return selector_launch.block_conv(tensor_of(x), tensor_of(filters), tensor_of(base), num_slots=num_slots)
+
+    def select_tokens(
+        self, logits: Value, hidden: Value, codebooks: Codebooks[Any], acceptance: Acceptance[Any]
+    ) -> Proposal[Any]:
+        inputs, starts = self._inputs, acceptance.next_context_lens
+        tokens, draft_topk_ids, draft_topk_probs = selector_launch.select_tokens(
+            tensor_of(logits),
+            tensor_of(hidden),
+            (tensor_of(codebooks.predecessor), tensor_of(codebooks.successor)),
+            (acceptance.bonus_tokens, inputs.temperature, inputs.seed, inputs.draft_stream, starts),
+            top_k=codebooks.top_k,
+        )
+        return Proposal(tokens=tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
 
     def all_reduce(self, x: Value) -> Tensor:
         return self._ranks.all_reduce(tensor_of(x))
