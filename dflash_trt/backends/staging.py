@@ -5,17 +5,16 @@ that CUDA graphs stay valid and TensorRT binds them once. Results lie side by si
 blocks take turns: one step is packed and another one read while a third runs.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, cycle
+from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.padding import StepShape, largest_shape
+from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.slots import DeviceSlots, PlanInputs
 from dflash_trt.backends.step_inputs import StepPacker, TensorBlock, bind_inputs, step_result, updated_entries
-from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_CONFIDENCE, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -23,7 +22,6 @@ from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
 
 _BONUS: Final = StepTensor("bonus_tokens", "int32", ("R",), "the last emitted token: what samplers write besides")
-_GRAIN: Final = 4  # elements, all of 4 bytes: sections begin at multiples of 16 bytes
 _NUM_HOST_BLOCKS: Final = 3
 
 
@@ -126,28 +124,27 @@ class ResultStaging:
 
     def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
         confidence = (DRAFT_CONFIDENCE,) if limits.has_draft_confidence else ()
-        self._sections = _sections(largest_shape(limits), (*STEP_OUTPUTS, _BONUS, *confidence))
-        size = self._sections[-1][2]
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        tensors = (*STEP_OUTPUTS, _BONUS, *confidence)
+        self._device = TensorBlock(tensors, limits, device=device)
         is_pinned = device.type == "cuda"
         self._hosts = cycle([
-            (torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned), _new_event(device, has_timing=True))
+            (TensorBlock(tensors, limits, is_pinned=is_pinned), _new_event(device, has_timing=True))
             for _ in range(_NUM_HOST_BLOCKS)
         ])  # fmt: skip
 
     @property
     def device_tensors(self) -> Mapping[str, Tensor]:
         """Flat, at their largest, by name; a step uses the first elements of each."""
-        return {tensor.name: self._device[start:end] for tensor, start, end in self._sections}
+        return self._device.flat
 
     @property
     def device_bytes(self) -> int:
         """Memory that it takes on the device."""
-        return self._device.nbytes
+        return self._device.memory.nbytes
 
     def outputs(self, shape: StepShape) -> tuple[Acceptance[Tensor], Proposal[Tensor]]:
         """Destinations of sampling and of the drafts; the same addresses for every shape."""
-        return self._views(self._device, shape)
+        return _result_views(self._device, shape)
 
     def download(self, shape: StepShape, *, num_requests: int, has_drafts: bool) -> "StagedResult":
         """Copy to the host, on the current stream, without waiting.
@@ -156,23 +153,15 @@ class ResultStaging:
         asked for.
         """
         host, copied = next(self._hosts)
-        host.copy_(self._device, non_blocking=True)
+        host.memory.copy_(self._device.memory, non_blocking=True)
         if copied is not None:
             copied.record()
-        acceptance, drafts = self._views(host, shape)
+        acceptance, drafts = _result_views(host, shape)
         real = {name: getattr(acceptance, name)[:num_requests] for name in Acceptance.__dataclass_fields__}
         confidence = None if drafts.confidence is None else drafts.confidence[:num_requests]
         proposal = Proposal(tokens=drafts.tokens[:num_requests], confidence=confidence) if has_drafts else None
         outputs = StepOutputs(acceptance=Acceptance(**real), proposal=proposal)
         return StagedResult(outputs, copied)
-
-    def _views(self, block: Tensor, shape: StepShape) -> tuple[Acceptance[Tensor], Proposal[Tensor]]:
-        sizes, views = shape.sizes(max_pages=0), {}
-        for tensor, start, _ in self._sections:
-            section = block[start : start + tensor.num_elements(sizes)]
-            views[tensor.name] = section.view(torch_dtype(tensor.dtype)).view(tensor.extents(sizes))
-        drafts = Proposal(tokens=views.pop("draft_tokens"), confidence=views.pop(DRAFT_CONFIDENCE.name, None))
-        return Acceptance(**views), drafts
 
 
 class StagedResult:
@@ -246,8 +235,7 @@ def _new_event(device: torch.device, *, has_timing: bool = False) -> Any:
     return make_event(enable_timing=has_timing) if device.type == "cuda" else None
 
 
-def _sections(shape: StepShape, tensors: Sequence[StepTensor]) -> list[tuple[StepTensor, int, int]]:
-    """(tensor, start, end) of each output, in elements of 4 bytes."""
-    sizes = shape.sizes(max_pages=0)
-    ends = list(accumulate(-(-tensor.num_elements(sizes) // _GRAIN) * _GRAIN for tensor in tensors))
-    return list(zip(tensors, [0, *ends], ends, strict=False))
+def _result_views(block: TensorBlock, shape: StepShape) -> tuple[Acceptance[Tensor], Proposal[Tensor]]:
+    views = block.views(shape)
+    drafts = Proposal(tokens=views.pop("draft_tokens"), confidence=views.pop(DRAFT_CONFIDENCE.name, None))
+    return Acceptance(**views), drafts

@@ -1,7 +1,7 @@
 """Shapes, padding, staging memory and the graph cache: everything of the GPU executor that is not a kernel."""
 
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import product
 
 import pytest
 import torch
@@ -19,10 +19,10 @@ from dflash_trt.backends.padding import (
     verify_block_shape,
     warm_shapes,
 )
-from dflash_trt.backends.staging import _BONUS, InputStaging, ResultStaging, _sections
+from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
-from dflash_trt.core.step_spec import DRAFT_INPUTS, STEP_OUTPUTS
+from dflash_trt.core.step_spec import DRAFT_INPUTS
 from dflash_trt.kernels.launching import request_capacity
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
@@ -382,17 +382,12 @@ def test_without_a_capture_steps_run_as_they_are():
     assert recorder.events == ["run", "run"] and graphs.num_graphs == 0
 
 
-def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:
-    for num_requests in (1, 3, 5, 64):
-        for num_draft_tokens in (0, 1, 2, 7):
-            shape = StepShape(
-                num_requests=num_requests,
-                num_tokens=num_requests,
-                num_draft_tokens=num_draft_tokens,
-                is_decode=True,
-                has_graph=False,
-            )
-            sections = _sections(shape, (*STEP_OUTPUTS, _BONUS))
-            assert all(start % 4 == 0 for _, start, _ in sections)  # int32 elements
-            assert all(end <= start for (_, _, end), (_, start, _) in pairwise(sections))
-            assert all(end - start >= num_requests for t, start, end in sections if t.name != "draft_tokens")
+def test_results_start_at_16_bytes_and_do_not_overlap() -> None:
+    for max_batch_size, max_draft_len in product((1, 3, 5, 64), (0, 1, 2, 7)):
+        limits = replace(LIMITS, max_batch_size=max_batch_size, max_draft_len=max_draft_len)
+        tensors = ResultStaging(limits, CPU).device_tensors
+        for number, tensor in enumerate(tensors.values()):
+            assert tensor.storage_offset() * tensor.itemsize % 16 == 0
+            tensor.fill_(number)
+        assert all((tensor == number).all() for number, tensor in enumerate(tensors.values()))
+        assert all(tensor.numel() >= max_batch_size for name, tensor in tensors.items() if name != "draft_tokens")

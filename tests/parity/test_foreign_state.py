@@ -237,7 +237,7 @@ def scratch_tensors(executor: AnyExecutor) -> Iterator[Tensor]:
     resources = executor._resources
     yield from (resources.attention_workspace, resources.attended, resources.attended_codes)
     yield from resources.sampling_workspace.values()
-    yield from (executor._tables._memory, executor._results._device, executor._staging._assembled.memory)
+    yield from (executor._tables._memory, executor._results._device.memory, executor._staging._assembled.memory)
     if resources.latents is not None:
         yield from (resources.latents.queries, resources.latents.attended)
 

@@ -175,7 +175,7 @@ def test_buffers_and_workspaces_are_those_of_the_executor(
     assert rank_memory.workspace_bytes(config, steps, multiprocessors=INTERPRETER_MULTIPROCESSORS) == workspaces
     own = {id(x.untyped_storage()): x for x in vars(staging).values() if isinstance(x, torch.Tensor)}
     held = sum(tensor.nbytes for tensor in own.values()) + sum(tensor.nbytes for tensor in staging.slots.tensors)
-    held += staging._plan.memory.nbytes + staging._assembled.memory.nbytes + executor._results._device.nbytes
+    held += staging._plan.memory.nbytes + staging._assembled.memory.nbytes + executor._results._device.memory.nbytes
     assert rank_memory.buffers_bytes(steps) == held
 
 
