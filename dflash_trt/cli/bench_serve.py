@@ -25,7 +25,7 @@ from dflash_trt.cli.bench_options import (
     named,
 )
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths, this_machine
-from dflash_trt.cli.help_text import COUNT, POSITIVE, LongCommand, OptionSet, examples
+from dflash_trt.cli.help_text import COUNT, POSITIVE, LongCommand, NumberRange, OptionSet, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -76,7 +76,7 @@ _OPTIONS = OptionSet(
         help="How long requests arrive at a rate.",
     ),
     LENGTH,
-    click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--temperature", type=NumberRange(min=0), default=0.0, show_default=True, help="0 is greedy."),
     click.option("--ignore-eos", is_flag=True, help="Texts of equal length, to measure throughput only."),
     click.option("--goodput", metavar="ttft:MS,tpot:MS,e2el:MS", help="Limits of a good request, as in vLLM."),
     click.option("--model-name", metavar="NAME", help="Model to request from a URL (default: the server's first)."),
@@ -304,9 +304,9 @@ def _limits(text: str | None) -> "Limits":
     for part in text.split(",") if text else ():
         name, _, number = part.partition(":")
         try:
-            values[_LIMITS[name.strip()]] = float(number) / 1e3
-        except (KeyError, ValueError) as error:
-            expected = f"{', '.join(_LIMITS)} with milliseconds"
+            values[_LIMITS[name.strip()]] = POSITIVE.convert(number, None, None) / 1e3
+        except (KeyError, click.BadParameter) as error:
+            expected = f"{', '.join(_LIMITS)} with milliseconds, more than 0"
             hint = "Write --goodput ttft:500,tpot:20 for example."
             raise ConfigError.about("--goodput", expected=expected, found=part, hint=hint) from error
     return Limits(**values)

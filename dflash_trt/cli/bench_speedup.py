@@ -12,7 +12,7 @@ import click
 from dflash_trt.cli.bench_machine import MACHINE, measure_now, read_machine, roofs_of
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, LENGTH, ROUNDS, check_names, conversations_of, named
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths, exit_code, gate_lines, gate_rows
-from dflash_trt.cli.help_text import COUNT, PATH, LongCommand, examples
+from dflash_trt.cli.help_text import COUNT, PATH, LongCommand, Number, NumberRange, examples
 from dflash_trt.cli.prompt_source import PromptSource
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.time_left import TimeLeft
@@ -50,7 +50,7 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
     "--temperature",
     "temperatures",
     multiple=True,
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=(0.0,),
     show_default=True,
     help="0 is greedy; repeatable. Sampled texts have new seeds in every round, and all of them count.",
@@ -64,7 +64,7 @@ _SAME = ("prompts_sha256", "max_new_tokens")  # facts that a baseline must share
 )
 @click.option(
     "--min-acceptance-ratio",
-    type=float,
+    type=Number(),
     metavar="X",
     help="Gate: acceptance length over the baseline's, or without one over the first drafter's.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dflash_trt.cli.help_text import COUNT, PATH, OptionSet, examples
+from dflash_trt.cli.help_text import COUNT, PATH, Number, OptionSet, examples
 from dflash_trt.cli.other_engines import Group
 from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
@@ -23,7 +23,7 @@ _SETTINGS = OptionSet(
     click.option("--system", metavar="TEXT", help="System message of these conversations."),
     click.option(
         "--drain-timeout",
-        type=float,
+        type=Number(),
         default=5.0,
         show_default=True,
         metavar="SECONDS",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_report import REPORT, Report, check_paths, exit_code, gate_lines, gate_rows
-from dflash_trt.cli.help_text import COUNT, PATH, examples
+from dflash_trt.cli.help_text import COUNT, PATH, Number, examples
 from dflash_trt.cli.prompt_source import PromptSource, prompt_options
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Job
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 @click.option("--against", required=True, metavar="ENGINE_DIR", type=PATH, help="The baseline engine.")
 @prompt_options(required=True)
 @click.option("--max-new-tokens", type=COUNT, default=128, show_default=True, help="Longest text in tokens.")
-@click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
-@click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
-@click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
+@click.option("--max-kl", type=Number(), metavar="NATS", help="Gate: the mean KL divergence at most.")
+@click.option("--min-acceptance-ratio", type=Number(), metavar="X", help="Gate: acceptance length over the baseline's.")
+@click.option("--min-agreement", type=Number(), metavar="X", help="Gate: fraction of equal greedy next tokens.")
 @runtime_options(without=["seed", *NODES])  # texts are greedy
 @REPORT
 @click.pass_context

@@ -1,5 +1,6 @@
 """Parts of commands: types and sets of options, what --help shows, defaults that a configuration file may replace."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -8,9 +9,24 @@ import click
 
 from dflash_trt.core.config import BuildConfig
 
+
+class Number(click.types.FloatParamType):
+    """A finite number: click's own types take nan in every range, and inf where there is no maximum."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+class NumberRange(Number, click.FloatRange):
+    """A finite number within bounds."""
+
+
 PATH: Final = click.Path(path_type=Path)
 COUNT: Final = click.IntRange(min=1)
-POSITIVE: Final = click.FloatRange(min=0, min_open=True)
+POSITIVE: Final = NumberRange(min=0, min_open=True)
 
 
 def examples(*commands: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_report import CSV, FIGURE, check_paths, typed_command
-from dflash_trt.cli.help_text import COUNT, POSITIVE, OptionSet
+from dflash_trt.cli.help_text import COUNT, POSITIVE, NumberRange, OptionSet
 from dflash_trt.cli.time_left import TimeLeft
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
@@ -65,7 +65,7 @@ OPTIONS = OptionSet(
         help="Prompt tokens that all requests have in common, in the prefix cache after the first (default: 0).",
     ),
     click.option(
-        "--spread", type=click.FloatRange(0, 0.9), metavar="FRACTION", help="Spread of both lengths (default: 0.2)."
+        "--spread", type=NumberRange(0, 0.9), metavar="FRACTION", help="Spread of both lengths (default: 0.2)."
     ),
     click.option(
         "--request-rate",

@@ -152,6 +152,10 @@ def test_an_engine_is_served_with_its_options_and_once_more_without_its_drafter(
         ([URL, URL], "distinct names"),
         ([URL, "--autoregressive"], "an engine directory"),
         ([URL, "--goodput", "itl:3"], "ttft, tpot, e2el with milliseconds"),
+        *(
+            ([URL, "--goodput", f"ttft:{wrong}"], "milliseconds, more than 0")
+            for wrong in ("nan", "inf", "0", "-5", "")
+        ),
         ([URL, "--figure", "f.pdf"], "ends with .png or .svg"),
         ([URL, "--csv", "no/such/directory/t.csv"], "a directory that exists"),
         ([URL, "--category", "c"], "found a, b"),

@@ -11,6 +11,7 @@ from dflash_trt.cli.build import build
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.main import cli
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.sampling import SamplingParams
 from dflash_trt.formats.registry import weight_formats
 
@@ -83,6 +84,19 @@ def test_a_number_has_bounds(name: str, option: click.Option) -> None:
     is_plain = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
     is_bounded = isinstance(option.type, click.IntRange | click.FloatRange)
     assert not is_plain or is_bounded or option.name in GATES or (option.name in CHECKED and "bench" not in name)
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_a_number_is_finite(name: str, option: click.Option) -> None:
+    """Settings and sampling parameters say so themselves, with all that is wrong of them."""
+    if not isinstance(option.type, click.types.FloatParamType):
+        return
+    is_of_requests = option.name in SamplingParams.__dataclass_fields__ and "bench" not in name
+    if is_of_requests or option.name in RuntimeConfig.model_fields:
+        return
+    for text in ("nan", "inf", "-inf"):
+        with pytest.raises(click.BadParameter):
+            option.type.convert(text, option, None)
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--max-new-tokens", "--concurrency"])
