@@ -58,7 +58,7 @@ def host(sizes: tuple[int, ...], csv_path: Path | None, as_json: bool, **counts:
     """
     from dflash_trt.bench.host import measure_host
 
-    check_paths(csv_path)
+    check_paths({"csv_path": csv_path})
     reports = [measure_host(size, is_chained=is_chained, **counts) for size in sizes for is_chained in (True, False)]
     report = Report(rows=[asdict(report) for report in reports], lines=[_host_line(report) for report in reports])
     report.publish({"csv_path": csv_path, "as_json": as_json})

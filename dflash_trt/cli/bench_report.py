@@ -80,11 +80,22 @@ def exit_code(gates: "Sequence[Gate]") -> ExitCode:
     return ExitCode.DONE if all(gate.has_passed for gate in gates) else ExitCode.REQUEST_FAILED
 
 
-def check_paths(csv_path: Path | None, figure: Path | None = None) -> None:
-    """Raises ConfigError before minutes of measurement."""
-    for path in (csv_path, figure):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+def check_paths(options: Mapping[str, Any]) -> None:
+    """Check the files of REPORT, before minutes of measurement, against the other paths of all options.
+
+    Raises:
+        ConfigError: a file cannot be written, or the command reads or writes it as another one, too.
+    """
+    figure, seen = options.get("figure"), dict[Path, str]()
+    for name, path in sorted(options.items(), key=lambda option: option[0] in ("csv_path", "figure")):
+        if not isinstance(path, Path):
+            continue
+        is_written, flag = name in ("csv_path", "figure"), f"--{name.removesuffix('_path').replace('_', '-')}"
+        if is_written and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
+        other = seen.setdefault(path.resolve(), flag)
+        if is_written and other != flag and (path.is_file() or not path.exists()):
+            raise ConfigError(f"{other} and {flag} name the same file.")
     if figure is not None:
         from dflash_trt.bench.figure_file import check_figure
 

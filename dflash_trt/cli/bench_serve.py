@@ -125,7 +125,7 @@ def serve(sources: tuple[str, ...], **options: Any) -> None:
 
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
-    check_paths(options["csv_path"], options["figure"])
+    check_paths(options)
     machine = read_machine(options["machine"])
     conversations = conversations_of(PromptSource.of_options(options).jobs(takes_turns=True))
     sides, engines = _sides(sources, runtime, options)

@@ -83,7 +83,7 @@ def speedup(context: click.Context, /, sources: tuple[str, ...], **options: Any)
     from dflash_trt.bench.acceptance_figure import draw_acceptance
     from dflash_trt.bench.speedup import compare, sample_warnings
 
-    check_paths(options["csv_path"], options["figure"])
+    check_paths(options)
     config, machine = runtime_from_options(options), read_machine(options["machine"])
     conversations = conversations_of(PromptSource.of_options(options).jobs(takes_turns=True))
     engine_dirs, facts = _engine_dirs(sources), _facts(conversations, options)

@@ -67,7 +67,7 @@ def throughput(engine_dir: Path, **options: Any) -> None:
     from dflash_trt.bench.throughput import best_lengths, compare_policies
     from dflash_trt.bench.throughput_figure import draw_throughput
 
-    check_paths(options["csv_path"], options["figure"])
+    check_paths(options)
     config, machine = runtime_from_options(options), read_machine(options["machine"])
     prompts = [job.prompt for job in PromptSource.of_options(options).jobs()]
     reports = compare_policies(

@@ -55,7 +55,7 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, **optio
     """
     from dflash_trt.engine_dir import EngineDir
 
-    check_paths(options["csv_path"], options["figure"])
+    check_paths(options)
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])

@@ -127,7 +127,7 @@ def plan(
     _refuse_others(sweep, advice, options, [name for name, given in of_steps.items() if given])
     if sweep:
         options["concurrencies"] = concurrencies
-        plan_sweep.run_sweep(config, base_dir, chosen, costs, options, as_json=as_json)
+        plan_sweep.run_sweep(config, base_dir, chosen, costs, options | {"machine": machine}, as_json=as_json)
         return
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config, paths = found.config, (found.paths["target"], found.paths.get("drafter"))

@@ -142,7 +142,7 @@ def run_sweep(
     from dflash_trt.simulation.sweep import sweep
 
     require_bandwidth(gpu, "--sweep")
-    check_paths(options["csv_path"], options["figure"])
+    check_paths(options)
     workload = _workload(options)
     drafted = list(_drafters(config, base_dir, options))
     layouts = [_layout(text) for text in options["layouts"]] or [({}, 1)]

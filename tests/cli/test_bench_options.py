@@ -47,7 +47,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_pat
     pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
 
     def check(path: Path) -> None:
-        check_paths(path) if path.suffix == ".csv" else check_paths(tmp_path / "t.csv", path)
+        check_paths(
+            {"csv_path": tmp_path / "t.csv", "figure": None, "csv_path" if path.suffix == ".csv" else "figure": path}
+        )
 
     (tmp_path / name).touch()
     (tmp_path / "dir" / name).mkdir(parents=True)
@@ -56,6 +58,22 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_pat
     for wrong in (tmp_path / "dir" / name, tmp_path / "none" / name, tmp_path / name / name):
         with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
             check(wrong)
+
+
+@pytest.mark.parametrize("name", ["input_file", "baseline", "machine", "figure"])
+def test_a_table_replaces_no_other_file_of_its_command(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
+    (tmp_path / "link").symlink_to(tmp_path / "f.svg")
+    options = {"csv_path": tmp_path / "link", "figure": None, name: tmp_path / "f.svg"}
+    for content in (None, "as it was"):
+        if content is not None:
+            (tmp_path / "f.svg").write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            check_paths(options)
+        flags = ["--csv", f"--{name.replace('_', '-')}"]
+        assert str(caught.value) == f"{' and '.join(flags if name == 'figure' else flags[::-1])} name the same file."
+    check_paths(options | {"csv_path": tmp_path / "other"})
+    check_paths(options | {"csv_path": Path("/dev/null"), name: Path("/dev/null")} | {"figure": None})
 
 
 def test_the_machine_is_measured_on_the_device_and_the_threads_of_the_engine(monkeypatch) -> None:
