@@ -42,7 +42,7 @@ _HOP_BY_HOP: Final = (  # RFC 9110, section 7.6.1, and what follows from a body 
     "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade "
     "host content-length accept-encoding content-encoding"
 )
-_NO_REPLICA: Final = "no replica serves the model at the moment; one is being started again"
+_NO_REPLICA: Final = "no replica serves the model at the moment; one is starting"
 _NO_FRONTEND: Final = "the front end is being started again"
 _TOO_MANY: Final = "too many requests at once; try again later"
 
