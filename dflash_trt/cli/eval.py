@@ -3,7 +3,7 @@
 Knows options, files and the terminal; the numbers are `bench.comparison`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -59,6 +59,8 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, **optio
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
+    if options["min_acceptance_ratio"] is not None:
+        _require_drafts(engines.values(), config)
     jobs = PromptSource.of_options(options).jobs(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     _require_same_conversations(engines["candidate"], engines["baseline"], jobs)
     if engines["baseline"].manifest.backend != "torch":
@@ -100,6 +102,16 @@ def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
         found = f"another {part} in {baseline.path}"
         problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, hint=hint))
     raise_all(ConfigError, "eval", problems)
+
+
+def _require_drafts(engines: "Iterable[EngineDir]", config: RuntimeConfig) -> None:
+    """Raises ConfigError: the gate of acceptance can measure none."""
+    if not config.use_drafter:
+        raise ConfigError("options: --no-drafter and --min-acceptance-ratio are mutually exclusive.")
+    for engine in engines:
+        if engine.manifest.draft is None:
+            found = f"{engine.path} without one"
+            raise ConfigError.about("--min-acceptance-ratio", expected="engines with a drafter", found=found)
 
 
 def _require_same_conversations(candidate: "EngineDir", baseline: "EngineDir", jobs: Sequence[Job]) -> None:

@@ -178,10 +178,21 @@ def test_an_engine_may_be_compared_with_one_without_a_drafter_or_with_less_room(
     for engines in ([engine_dir, "--against", plain], [plain, "--against", engine_dir]):
         result = invoke("eval", *engines, "--input-file", short, "--max-new-tokens", "2")
         assert result.exit_code == 0, result.stderr
+        gated = invoke("eval", *engines, "--input-file", short, "--min-acceptance-ratio", "0.5")
+        assert gated.exit_code == 2 and "generating" not in gated.stderr
+        assert f"--min-acceptance-ratio: expected engines with a drafter, found {plain} without one" in gated.stderr
         refused = invoke("eval", *engines, "--input-file", prompts_file, "--max-new-tokens", "2")
         assert refused.exit_code == 2
         assert "error: prompts: 1: prompt: expected at most 5 tokens (max_seq_len - 1), found 7" in refused.stderr
         assert "generating" not in refused.stderr, "by either engine, before any is loaded"
+
+
+def test_no_acceptance_is_expected_without_the_drafter(engine_dir, prompts_file, invoke) -> None:
+    words = ["eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file, "--no-drafter"]
+    result = invoke(*words, "--min-acceptance-ratio", "1")
+    assert result.exit_code == 2 and "generating" not in result.stderr
+    assert "--no-drafter and --min-acceptance-ratio are mutually exclusive" in result.stderr
+    assert invoke(*words, "--max-new-tokens", "2").exit_code == 0
 
 
 @pytest.mark.parametrize(
