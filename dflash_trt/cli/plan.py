@@ -120,6 +120,7 @@ def plan(
 
     chosen, costs = _machine(gpu, machine)
     advice, options = ({name: flags.pop(name) for name in kind.OPTIONS.flags} for kind in (plan_advice, plan_sweep))
+    plan_sweep.refuse_ranks(options, flags)
     config_file, flags = _with_sources(sources, flags)
     command = plan_advice.BuildCommand.given(config_file, flags)
     config, base_dir = merged_config(config_file, flags)

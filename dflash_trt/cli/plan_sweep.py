@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 _LAYOUT = re.compile(r"(tp|dp)(\d+)(?:ep(\d+))?(?:dcp(\d+))?(?:x(\d+))?")
+_RANKS = ("tp_size", "ep_size", "dcp_size", "attention_dp")  # what a layout says, too
 _NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3", "mtp": "MTP"}
 
 OPTIONS = OptionSet(
@@ -113,6 +114,13 @@ def refuse_options(options: dict[str, Any], *, allowed: Sequence[str] = ()) -> N
     if given:
         expected, hint = "--sweep with its options", "Add --sweep."
         raise ConfigError.about("plan", expected=expected, found=", ".join(given), hint=hint)
+
+
+def refuse_ranks(options: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Raises ConfigError: flags of ranks, which every --layout has itself. A configuration file may have them."""
+    given = [f"--{name.replace('_', '-')}" for name in _RANKS if flags[name]]
+    if options["layouts"] and given:
+        raise ConfigError(f"options: --layout and {', '.join(given)} are mutually exclusive.")
 
 
 def require_bandwidth(gpu: "Gpu", option: str) -> None:

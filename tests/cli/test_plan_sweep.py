@@ -218,6 +218,10 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
             ("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp0"),
             "--layout: expected tp, or dp for ranks",
         ),
+        *(
+            (("--gpu", "h200", "--sweep", "--layout", "tp2", *flag), f"--layout and {flag[0]} are mutually exclusive.")
+            for flag in (("--tp-size", 2), ("--ep-size", 2), ("--dcp-size", 2), ("--attention-dp",))
+        ),
         (("--gpu", "h200", "--sweep", "--acceptance-length", "2"), "found --acceptance-length. Say --accepted"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--csv", "no/c.csv"), "a directory that exists"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--sweep-draft-length", 2), "K of at most 1, found 2"),
