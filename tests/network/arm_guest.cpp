@@ -63,8 +63,8 @@ void fetch(int, siginfo_t* fault, void*)
 
 struct Call
 {
-    uint64_t (*function)(uint64_t, uint64_t, uint64_t, uint64_t);
-    uint64_t arguments[4];
+    uint64_t (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
+    uint64_t arguments[6];
 };
 
 } // namespace
@@ -88,7 +88,7 @@ int main(int, char** arguments)
         Call call;
         receive(&call, sizeof(call));
         uint64_t const* const a = call.arguments;
-        uint64_t const end[]{0, call.function(a[0], a[1], a[2], a[3])};
+        uint64_t const end[]{0, call.function(a[0], a[1], a[2], a[3], a[4], a[5])};
         send(end, sizeof(end));
         for (int64_t i = 0; i < num_pages; ++i)
         {

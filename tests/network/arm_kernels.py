@@ -96,7 +96,7 @@ class Emulator:
 
     def call(self, function: int, *arguments: int) -> int:
         with self._lock:
-            self._send(struct.pack("<5Q", function, *arguments, *[0] * (4 - len(arguments))))
+            self._send(struct.pack("<7Q", function, *arguments, *[0] * (6 - len(arguments))))
             pages = {}
             while (address := struct.unpack("<Q", self._receive(8))[0]) != 0:
                 pages[address] = os.pread(self._memory, _PAGE, address)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash_trt.backends.torch.linear import HalfLinear
 from dflash_trt.backends.torch.loading import activation_dtype, with_experts, with_linears
 from dflash_trt.backends.torch.moe import separated
+from dflash_trt.backends.torch.native.four_bits import stored_linear
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
@@ -68,6 +69,9 @@ def prepared(
         dtype=dtype,
         on_read=on_read,
     )
+    if kernels is not None and (dtype or operands) == torch.float32:
+        store = partial(stored_linear, kernels=kernels, rounds_inputs=operands == torch.bfloat16)
+        linears = with_experts(linears, partial(separated, prepare=store))
     return map_parts(linears, Layer, partial(_with_scaled_norms, exchanges_rows=network.mapping.dp_size > 1))
 
 

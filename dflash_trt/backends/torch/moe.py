@@ -132,17 +132,23 @@ def run_chosen_experts(
     return out
 
 
-def separated(experts: StackedExperts[Tensor]) -> Experts[Tensor]:
-    """Views of what is stacked; quantized experts stay as they are."""
+def separated(
+    experts: StackedExperts[Tensor], prepare: Callable[[Linear[Tensor]], Linear[Tensor] | None] | None = None
+) -> Experts[Tensor]:
+    """Views of what is stacked. Quantized experts stay as they are, unless `prepare` takes each of their layers."""
+    pairs = [_mlp(experts, index) for index in range(experts.num_experts)]
     if isinstance(experts.gate_up.weight, QuantizedWeight) or isinstance(experts.down.weight, QuantizedWeight):
-        return experts
+        prepared = [tuple(map(prepare, mlp)) for mlp in pairs] if prepare else []
+        pairs = [(gate_up, down) for gate_up, down in prepared if gate_up is not None and down is not None]
+        if len(pairs) < experts.num_experts:
+            return experts
     return SeparateExperts(
         router=experts.router,
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
         choice_bias=experts.choice_bias,
         expert_scales=experts.expert_scales,
-        mlps=tuple(_mlp(experts, i) for i in range(experts.num_experts)),
+        mlps=tuple(pairs),
     )
 
 

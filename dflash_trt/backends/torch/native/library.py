@@ -19,7 +19,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, Unsupported
 
 _LOG = logging.getLogger(__name__)
 
-_VERSION: Final = 5  # src/kernels.h has the same
+_VERSION: Final = 6  # src/kernels.h has the same
 
 
 class Arguments(ctypes.Structure):
@@ -54,6 +54,27 @@ class FourBitLinear(Arguments):
         ("x", c_void_p),
         ("num_rows", c_int64),
         ("packed", c_void_p),
+        ("num_out", c_int64),
+        ("num_in", c_int64),
+        ("block", c_int64),
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_threads", c_int32),
+        ("rounds_inputs", c_int32),
+    ]
+
+
+class StoredCodes(Arguments):
+    """DflashTrtStoredCodes."""
+
+    kernel: ClassVar = "stored_codes"
+    _fields_: ClassVar = [
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("codes", c_void_p),
+        ("block_scales", c_void_p),
         ("num_out", c_int64),
         ("num_in", c_int64),
         ("block", c_int64),
@@ -356,6 +377,7 @@ _KERNELS: Final = tuple(each.kernel for each in Arguments.__subclasses__())
 _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_void_p),
     "pack_codes": (c_void_p, c_int64, c_int64, c_void_p),
+    "pack_four_bits": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "run": (c_void_p, c_int64),
 }
 
@@ -374,6 +396,7 @@ class CpuKernels:
     has_bfloat16: bool  # `linear` takes rows of bfloat16
     pack: Any
     pack_codes: Any
+    pack_four_bits: Any
     _run: Any
     _functions: dict[str, Any]  # by kernel
     recorder: Recorder = field(default_factory=Recorder)
@@ -426,5 +449,6 @@ def load_kernels(path: Path) -> CpuKernels:
         raise UnavailableError(f"{path} has interface {found} instead of {_VERSION}; delete it to have it made again")
     for name, function in functions.items():
         function.argtypes, function.restype = _FUNCTIONS.get(name, (c_void_p,)), c_int32 if name == "pack" else None
-    pack, pack_codes, run = (functions.pop(name) for name in _FUNCTIONS)
-    return CpuKernels(path, bool(library.dflash_trt_cpu_has_bfloat16()), pack, pack_codes, run, functions)
+    pack, pack_codes, pack_four_bits, run = (functions.pop(name) for name in _FUNCTIONS)
+    has_bfloat16 = bool(library.dflash_trt_cpu_has_bfloat16())
+    return CpuKernels(path, has_bfloat16, pack, pack_codes, pack_four_bits, run, functions)

@@ -19,6 +19,21 @@ struct Codes
 
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 
+/// NaN where an element is.
+inline float largest_magnitude(float const* x, int64_t size)
+{
+    uint32_t largest = 0; // magnitudes are in the order of their bits
+    for (int64_t i = 0; i < size; ++i)
+    {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof(bits));
+        largest = std::max(largest, bits & 0x7FFFFFFFU);
+    }
+    float magnitude;
+    std::memcpy(&magnitude, &largest, sizeof(magnitude));
+    return magnitude;
+}
+
 /// What stands before the codes of a row.
 struct RowHeader
 {
@@ -68,21 +83,6 @@ private:
         }
         RowHeader const header{is_finite ? scale : NAN, -kZero * total};
         std::memcpy(to, &header, sizeof(header));
-    }
-
-    /// NaN where an element is.
-    static float largest_magnitude(float const* x, int64_t size)
-    {
-        uint32_t largest = 0; // magnitudes are in the order of their bits
-        for (int64_t i = 0; i < size; ++i)
-        {
-            uint32_t bits;
-            std::memcpy(&bits, x + i, sizeof(bits));
-            largest = std::max(largest, bits & 0x7FFFFFFFU);
-        }
-        float magnitude;
-        std::memcpy(&magnitude, &largest, sizeof(magnitude));
-        return magnitude;
     }
 
     std::vector<Code> codes_;

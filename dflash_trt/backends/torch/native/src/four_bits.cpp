@@ -17,7 +17,14 @@ template <typename Element>
 constexpr int columns_of(int rows)
 {
     constexpr bool kAddsBlocks = !std::is_same_v<Element, float>;
-    return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 || !kAddsBlocks ? 2 : 1) : (rows == 1 ? 2 : 1);
+    return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 || !kAddsBlocks ? 2 : 1) : (rows == 1 || kAddsBlocks ? 2 : 1);
+}
+
+/// Of activations, where a row has `block` inputs.
+template <typename Element>
+constexpr int64_t elements_of(int64_t block)
+{
+    return std::is_same_v<Element, Pair> ? block / 2 : std::is_same_v<Element, int16_t> ? CodedBlocks::kScale + block : block;
 }
 
 template <typename Element>
@@ -90,7 +97,7 @@ private:
         }
         int64_t const panel_bytes = layer_.panel_bytes();
         uint8_t const* block = column_of(layer_.packed, panel_bytes, column);
-        int64_t const step = layer_.block / (std::is_same_v<Element, float> ? 1 : 2);
+        int64_t const step = elements_of<Element>(layer_.block);
         Element const* x = x_.first + row * x_.stride;
         for (int64_t k = 0; k < a_.num_in; k += layer_.block, block += layer_.block_bytes(), x += step)
         {
@@ -136,6 +143,35 @@ private:
 
 using namespace dflash_trt;
 
+void dflash_trt_cpu_pack_four_bits(
+    uint8_t const* codes, uint16_t const* scales, int64_t num_out, int64_t num_in, int64_t block, uint8_t* packed)
+{
+    FourBits const layer{packed, num_in, block};
+    int64_t const num_panels = (num_out + kPanel - 1) / kPanel, num_blocks = num_in / block, num_bytes = block / 2;
+    std::memset(packed, 0, num_panels * layer.panel_bytes());
+    for (int64_t panel = 0; panel < num_panels; ++panel)
+    {
+        int64_t const first = panel * kPanel, count = std::min<int64_t>(kPanel, num_out - first);
+        for (int64_t i = 0; i < num_blocks; ++i)
+        {
+            uint8_t* const to = packed + panel * layer.panel_bytes() + i * layer.block_bytes();
+            for (int64_t out = 0; out < count; ++out)
+            {
+                std::memcpy(to + out * sizeof(BFloat16), scales + (first + out) * num_blocks + i, sizeof(BFloat16));
+                uint8_t const* const from = codes + ((first + out) * num_blocks + i) * num_bytes;
+                uint8_t* group = to + kScaleBytes + out * 2;
+                for (int64_t byte = 0; byte < num_bytes; byte += 2, group += kGroupBytes)
+                {
+                    uint16_t four; // codes, of which the second and the third change places
+                    std::memcpy(&four, from + byte, sizeof(four));
+                    four = static_cast<uint16_t>((four & 0xF00F) | (four & 0x00F0) << 4 | (four >> 4 & 0x00F0));
+                    std::memcpy(group, &four, sizeof(four));
+                }
+            }
+        }
+    }
+}
+
 void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const* arguments)
 {
     DflashTrtFourBitLinear const& a = *arguments;
@@ -146,6 +182,13 @@ void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const* arguments)
         rounded.resize(a.num_rows * a.num_in / 2);
         round_rows(a.x, a.num_rows * a.num_in, &rounded.data()->first);
         return Product<Pair>(a, {rounded.data(), a.num_in / 2, a.num_rows}).run();
+    }
+#elif !defined(__AVX512F__)
+    if (a.rounds_inputs)
+    {
+        thread_local CodedBlocks coded;
+        coded.fill(a.x, a.num_rows, a.num_in, a.block);
+        return Product<int16_t>(a, coded.rows()).run();
     }
 #endif
     Product<float>(a, {a.x, a.num_in, a.num_rows}).run();

@@ -8,7 +8,7 @@
 /// Every sum is made in the order of the inputs: the bits of a row do not depend on the rows beside it.
 #pragma once
 
-#include "product.h"
+#include "codes.h"
 
 namespace dflash_trt
 {
@@ -83,6 +83,100 @@ inline void multiply_block(FourBits const& layer, CodeTable const& table, float 
         multiply_input<12>(words, scales, table, x + 3, stride, sums);
     }
 }
+
+/// Rows of float32 as integers of 16 bits: block after block a scale, half of what a code stands for, and the codes. The scale
+/// of a block that is not finite is NaN.
+class CodedBlocks
+{
+public:
+    static constexpr int64_t kScale = sizeof(float) / sizeof(int16_t); // before the codes of a block
+
+    void fill(float const* x, int64_t num_rows, int64_t num_in, int64_t block)
+    {
+        int64_t const size = kScale + block;
+        codes_.resize(num_rows * num_in / block * size);
+        int16_t* to = codes_.data();
+        for (int64_t i = 0; i < num_rows * num_in; i += block, to += size)
+        {
+            fill_block(x + i, block, to);
+        }
+        rows_ = {codes_.data(), num_in / block * size, num_rows};
+    }
+
+    RowsOf<int16_t> const& rows() const { return rows_; }
+
+    static float scale_of(int16_t const* block)
+    {
+        float scale;
+        std::memcpy(&scale, block, sizeof(scale));
+        return scale;
+    }
+
+private:
+    static void fill_block(float const* x, int64_t block, int16_t* to)
+    {
+        float const scale = std::max(largest_magnitude(x, block) / 32767.0F, kSmallestScale);
+        bool const is_finite = std::isfinite(scale);
+        for (int64_t i = 0; i < block; ++i)
+        {
+            to[kScale + i] = is_finite ? static_cast<int16_t>(std::nearbyint(x[i] / scale)) : int16_t{0};
+        }
+        float const half = is_finite ? 0.5F * scale : NAN;
+        std::memcpy(to, &half, sizeof(half));
+    }
+
+    std::vector<int16_t> codes_;
+    RowsOf<int16_t> rows_{};
+};
+
+#if !defined(__AVX512F__)
+
+/// Rows of `CodedBlocks`: sums of integers, exact for the block, times both scales.
+template <int kRows, int kColumns>
+inline void multiply_block(FourBits const& layer, CodeTable const& table, int16_t const* a, int64_t stride,
+    uint8_t const* block, int64_t panel_bytes, Vec (&sums)[kRows][kColumns])
+{
+    Bits of_block[kRows][kColumns];
+#pragma GCC unroll 16
+    for (auto& of_row : of_block)
+    {
+#pragma GCC unroll 8
+        for (Bits& sum : of_row)
+        {
+            sum = broadcast_integer(0);
+        }
+    }
+    uint8_t const* codes = block + kScaleBytes;
+    int16_t const* x = a + CodedBlocks::kScale;
+    for (int64_t k = 0; k < layer.block; k += kGroup, codes += kGroupBytes, x += kGroup)
+    {
+#pragma GCC unroll 8
+        for (int column = 0; column < kColumns; ++column)
+        {
+            Bits low, high;
+            table.pairs_of(column_of(codes, panel_bytes, column), low, high);
+#pragma GCC unroll 16
+            for (int row = 0; row < kRows; ++row)
+            {
+                Bits& sum = of_block[row][column];
+                sum = add_products(high, x + row * stride + 2, add_products(low, x + row * stride, sum));
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int column = 0; column < kColumns; ++column)
+    {
+        Vec const scale = load(reinterpret_cast<BFloat16 const*>(column_of(block, panel_bytes, column)));
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row)
+        {
+            Vec const both = scale * broadcast(CodedBlocks::scale_of(a + row * stride));
+            sums[row][column] = fma(as_values(of_block[row][column]), both, sums[row][column]);
+        }
+    }
+}
+
+#endif
 
 #if defined(__AVX512BF16__)
 

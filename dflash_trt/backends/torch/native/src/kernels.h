@@ -23,6 +23,11 @@ int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in
 /// multiple of 4 bytes for each output.
 void dflash_trt_cpu_pack_codes(int8_t const* codes, int64_t num_out, int64_t num_in, uint8_t* packed);
 
+/// codes [out, in / 2], the first of two in the low bits, and their scales, bfloat16 [out, in / block], in panels as four_bits.h
+/// reads them; outputs that fill the last panel are zeros.
+void dflash_trt_cpu_pack_four_bits(
+    uint8_t const* codes, uint16_t const* scales, int64_t num_out, int64_t num_in, int64_t block, uint8_t* packed);
+
 /// One call of a kernel.
 struct DflashTrtCall
 {
@@ -64,10 +69,29 @@ struct DflashTrtFourBitLinear
     float const* bias;   // null: none
     float* out;
     int32_t num_threads;
-    int32_t rounds_inputs; // to bfloat16, where the library multiplies that
+    int32_t rounds_inputs; // to bfloat16 where the library multiplies that, else to 16 bits by block
 };
 
 void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const*);
+
+/// The same with codes [out, in / 2] and scales bfloat16 [out, in / block] as a checkpoint stores them.
+struct DflashTrtStoredCodes
+{
+    float const* x;
+    int64_t num_rows;
+    uint8_t const* codes;
+    uint16_t const* block_scales;
+    int64_t num_out, num_in; // inputs: a multiple of 32
+    int64_t block;           // inputs that share a scale: 16 or 32
+    float const* values;     // [16], of the codes
+    float const* scales;     // [out]; null: none
+    float const* bias;       // null: none
+    float* out;
+    int32_t num_threads;
+    int32_t rounds_inputs; // to 16 bits by block
+};
+
+void dflash_trt_cpu_stored_codes(DflashTrtStoredCodes const*);
 
 /// Row i of x [rows, width] with row i % num_weights of weight [num_weights, width].
 struct DflashTrtRmsNorm

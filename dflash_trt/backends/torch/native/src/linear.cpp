@@ -112,7 +112,7 @@ using namespace dflash_trt;
 
 int32_t dflash_trt_cpu_version()
 {
-    return 5;
+    return 6;
 }
 
 void dflash_trt_cpu_run(DflashTrtCall const* calls, int64_t num_calls)

@@ -274,10 +274,17 @@ inline Bits shifted(Bits bits)
 struct CodeTable
 {
     uint8x16x4_t bytes; // of the values
+    int8x16_t twice;    // the values, doubled
 
     explicit CodeTable(float const* values)
     {
         std::memcpy(&bytes, values, sizeof(bytes));
+        int8_t doubled[16];
+        for (int i = 0; i < 16; ++i)
+        {
+            doubled[i] = static_cast<int8_t>(2.0F * values[i]);
+        }
+        twice = vld1q_s8(doubled);
     }
 
     Vec values_of(Bits codes) const // of their lowest four bits
@@ -285,7 +292,21 @@ struct CodeTable
         return as_floats({values_of(codes.low), values_of(codes.high)});
     }
 
+    /// Of the low and of the high codes of two bytes a lane, doubled, as `load_codes` has weights.
+    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    {
+        uint8x8x2_t const codes = vld2_u8(from);
+        uint8x8_t const first = codes.val[0], second = codes.val[1];
+        low = {wide_values_of(vand_u8(first, vdup_n_u8(15))), wide_values_of(vand_u8(second, vdup_n_u8(15)))};
+        high = {wide_values_of(vshr_n_u8(first, 4)), wide_values_of(vshr_n_u8(second, 4))};
+    }
+
 private:
+    uint32x4_t wide_values_of(uint8x8_t codes) const
+    {
+        return vreinterpretq_u32_s16(vmovl_s8(vqtbl1_s8(twice, codes)));
+    }
+
     uint32x4_t values_of(uint32x4_t codes) const
     {
         uint32x4_t const indices = (codes & 15U) * 0x04040404U + 0x03020100U; // of the four bytes of each value
@@ -384,17 +405,32 @@ inline Bits shifted(Bits bits)
 struct CodeTable
 {
     Vec first, second; // of codes 0 to 7, and of 8 to 15
+    __m128i twice;     // the values, doubled, as bytes
 
     explicit CodeTable(float const* values)
         : first(load(values))
         , second(load(values + 8))
     {
+        int8_t doubled[16];
+        for (int i = 0; i < 16; ++i)
+        {
+            doubled[i] = static_cast<int8_t>(2.0F * values[i]);
+        }
+        twice = _mm_loadu_si128(reinterpret_cast<__m128i const*>(doubled));
     }
 
     Vec values_of(Bits codes) const // of their lowest four bits
     {
         Vec const low = _mm256_permutevar8x32_ps(first, codes), high = _mm256_permutevar8x32_ps(second, codes);
         return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+    }
+
+    /// Of the low and of the high codes of two bytes a lane, doubled, as `load_codes` has weights.
+    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    {
+        __m128i const codes = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from)), mask = _mm_set1_epi8(15);
+        low = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(twice, _mm_and_si128(codes, mask)));
+        high = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(twice, _mm_and_si128(_mm_srli_epi16(codes, 4), mask)));
     }
 };
 
