@@ -9,7 +9,7 @@ block (`src/four_bits.h`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeGuard
+from typing import Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from dflash_trt.formats.mxfp4 import Mxfp4Weight, powers_of_two
 from dflash_trt.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight
 from dflash_trt.network.ops import Linear
 
+_FourBits: TypeAlias = Int4Weight[Tensor] | Mxfp4Weight[Tensor] | Nvfp4Weight[Tensor]
 _STORED_INPUTS: Final = 32  # kInputs of src/stored_codes.cpp
 
 
@@ -67,7 +68,7 @@ class StoredFourBits(NativeLinear):
 
     kernels: CpuKernels
     codes: Tensor  # uint8 [out, in / 2]
-    block_scale: Tensor  # bfloat16 [out, in / block]
+    block_scale: Tensor  # bfloat16 [out, in / block], or uint8 exponents of two
     values: Tensor  # float32 [16]
     scales: Tensor | None
     rounds_inputs: bool
@@ -92,12 +93,13 @@ class StoredFourBits(NativeLinear):
                 out.data_ptr(),
                 torch.get_num_threads(),
                 self.rounds_inputs,
+                self.block_scale.dtype == torch.uint8,
             )
         )
         return out
 
 
-def is_of_four_bits(weight: object) -> TypeGuard[Int4Weight[Tensor] | Mxfp4Weight[Tensor] | Nvfp4Weight[Tensor]]:
+def is_of_four_bits(weight: object) -> TypeGuard[_FourBits]:
     """With activations that are not quantized."""
     return isinstance(weight, Int4Weight | Mxfp4Weight | Nvfp4Weight) and weight.input_scale is None
 
@@ -107,7 +109,7 @@ def four_bit_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_input
     weight = linear.weight
     if not is_of_four_bits(weight) or weight.codes.dim() != 2 or weight.codes.device.type != "cpu":
         return None
-    values, block_scale = _values_and_scales(weight)
+    block_scale = _bfloat16_scales(weight)
     num_out, num_in = weight.codes.shape[0], 2 * weight.codes.shape[1]
     return PackedFourBits(
         weight=torch.empty((num_out, num_in), device="meta"),
@@ -116,7 +118,7 @@ def four_bit_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_input
         kernels=kernels,
         packed=_packed(weight.codes, block_scale, kernels),
         block=num_in // block_scale.shape[1],
-        values=values,
+        values=_values(weight),
         scales=None if weight.weight_scale is None else row_scale(weight).contiguous(),
         rounds_inputs=rounds_inputs,
     )
@@ -127,7 +129,7 @@ def stored_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs:
     weight = linear.weight
     if not is_of_four_bits(weight) or weight.codes.device.type != "cpu" or 2 * weight.codes.shape[1] % _STORED_INPUTS:
         return None
-    values, block_scale = _values_and_scales(weight)
+    block_scale = weight.block_scale if isinstance(weight, Mxfp4Weight) else _bfloat16_scales(weight)
     return StoredFourBits(
         weight=torch.empty((len(weight.codes), 2 * weight.codes.shape[1]), device="meta"),
         bias=None if linear.bias is None else linear.bias.float().contiguous(),
@@ -135,20 +137,22 @@ def stored_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs:
         kernels=kernels,
         codes=weight.codes.contiguous(),
         block_scale=block_scale.contiguous(),
-        values=values,
+        values=_values(weight),
         scales=None if weight.weight_scale is None else row_scale(weight).contiguous(),
         rounds_inputs=rounds_inputs,
     )
 
 
-def _values_and_scales(weight: Int4Weight[Tensor] | Mxfp4Weight[Tensor] | Nvfp4Weight[Tensor]) -> tuple[Tensor, Tensor]:
-    """float32 [16], of the codes, and the scales of blocks, which bfloat16 [out, blocks] holds."""
+def _values(weight: _FourBits) -> Tensor:  # float32 [16], of the codes
     if isinstance(weight, Int4Weight):
-        return torch.arange(-8.0, 8.0), weight.block_scale
-    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+        return torch.arange(-8.0, 8.0)
+    return torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+
+
+def _bfloat16_scales(weight: _FourBits) -> Tensor:  # [out, blocks], which bfloat16 holds exactly
     if isinstance(weight, Mxfp4Weight):
-        return values, powers_of_two(weight.block_scale, torch.bfloat16)
-    return values, weight.block_scale.to(torch.bfloat16)
+        return powers_of_two(weight.block_scale, torch.bfloat16)
+    return weight.block_scale.to(torch.bfloat16)
 
 
 def _packed(

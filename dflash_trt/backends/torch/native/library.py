@@ -84,6 +84,7 @@ class StoredCodes(Arguments):
         ("out", c_void_p),
         ("num_threads", c_int32),
         ("rounds_inputs", c_int32),
+        ("has_powers", c_int32),
     ]
 
 

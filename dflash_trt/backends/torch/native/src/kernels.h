@@ -74,13 +74,14 @@ struct DflashTrtFourBitLinear
 
 void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const*);
 
-/// The same with codes [out, in / 2] and scales bfloat16 [out, in / block] as a checkpoint stores them.
+/// The same with codes [out, in / 2] and scales [out, in / block] as a checkpoint stores them: bfloat16, or bytes of which 127
+/// stands for 1.
 struct DflashTrtStoredCodes
 {
     float const* x;
     int64_t num_rows;
     uint8_t const* codes;
-    uint16_t const* block_scales;
+    void const* block_scales;
     int64_t num_out, num_in; // inputs: a multiple of 32
     int64_t block;           // inputs that share a scale: 16 or 32
     float const* values;     // [16], of the codes
@@ -89,6 +90,7 @@ struct DflashTrtStoredCodes
     float* out;
     int32_t num_threads;
     int32_t rounds_inputs; // to 16 bits by block
+    int32_t has_powers;    // of two, as scales of blocks of 32
 };
 
 void dflash_trt_cpu_stored_codes(DflashTrtStoredCodes const*);

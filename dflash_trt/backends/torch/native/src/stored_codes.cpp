@@ -75,6 +75,20 @@ inline Integers products(Shorts a, Shorts b)
 
 #endif
 
+/// A scale of MXFP4: two to the power of `exponent` - 127.
+struct PowerOfTwo
+{
+    uint8_t exponent;
+};
+
+inline float as_float(PowerOfTwo x)
+{
+    uint32_t const bits = x.exponent == 0 ? 1U << 22 : static_cast<uint32_t>(x.exponent) << 23;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof(wide));
+    return wide;
+}
+
 template <typename Vector>
 inline Vector loaded(void const* from)
 {
@@ -124,8 +138,8 @@ class Weights
 {
 public:
     /// With one scale for all, or one for each half.
-    template <int kScales>
-    Weights(uint8_t const* codes, BFloat16 const (&scales)[kScales], int8_t const* values)
+    template <typename Scale, int kScales>
+    Weights(uint8_t const* codes, Scale const (&scales)[kScales], int8_t const* values)
     {
         float const first = as_float(scales[0]), second = as_float(scales[kScales - 1]);
         scales_ = kScales == 1 ? first - Lanes{} : Lanes{first, first, first, first, second, second, second, second};
@@ -210,18 +224,24 @@ private:
                 return multiply<kRows - 1>(x, row, count, out);
             }
         }
-        if (a_.block < kInputs)
+        if (a_.has_powers)
         {
-            return out + 1 < a_.num_out ? multiply_tile<kRows, 2, 2>(x, row, out) : multiply_tile<kRows, 1, 2>(x, row, out);
+            return multiply_some<kRows, PowerOfTwo[1]>(x, row, out);
         }
-        return out + 1 < a_.num_out ? multiply_tile<kRows, 2, 1>(x, row, out) : multiply_tile<kRows, 1, 1>(x, row, out);
+        return a_.block < kInputs ? multiply_some<kRows, BFloat16[2]>(x, row, out) : multiply_some<kRows, BFloat16[1]>(x, row, out);
     }
 
-    template <int kRows, int kOuts, int kScales>
+    template <int kRows, typename Scales>
+    void multiply_some(Inputs const* x, int64_t row, int64_t out) const
+    {
+        return out + 1 < a_.num_out ? multiply_tile<kRows, 2, Scales>(x, row, out) : multiply_tile<kRows, 1, Scales>(x, row, out);
+    }
+
+    /// `Scales` of kInputs inputs.
+    template <int kRows, int kOuts, typename Scales>
     void multiply_tile(Inputs const* x, int64_t row, int64_t out) const
     {
         Lanes sums[kRows][kOuts] = {};
-        using Scales = BFloat16[kScales];
         auto const* const scales = reinterpret_cast<Scales const*>(a_.block_scales);
         for (int64_t step = 0; step < num_steps_; ++step, ++x)
         {
