@@ -142,7 +142,7 @@ def _print(report: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)  # paths are not markup
     click.echo(
         f"engine {report['engine_dir']}: version {report['version']}, backend {report['backend']}, {report['dtype']}, "
-        f"world_size {report['mapping']['world_size']}, "
+        f"{_ranks_words(report['mapping'])}, "
         f"{'with' if report['has_tokenizer'] else 'without'} tokenizer"
     )
     console.print(models_table(report))
@@ -168,6 +168,13 @@ def _print(report: dict[str, Any]) -> None:
     click.echo(f"K/V on this machine: {report['kv_pages_here']}")
     console.print(_files_table(report["files"]))
     _print_provenance(report["provenance"])
+
+
+def _ranks_words(mapping: dict[str, int]) -> str:
+    sizes = {name: size for name, size in mapping.items() if name.endswith("_size")}
+    num_ranks = sizes.pop("world_size")
+    divided = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"world_size {num_ranks} ({divided})" if divided else f"world_size {num_ranks}"
 
 
 def models_table(report: dict[str, Any]) -> "Table":

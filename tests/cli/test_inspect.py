@@ -108,6 +108,20 @@ def test_an_engine_without_a_drafter_is_described(target, tmp_path, invoke) -> N
 
 
 @pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ((), "world_size 1,"),
+        (("--tp-size", "2", "--dcp-size", "2"), "world_size 2 (tp_size 2, dcp_size 2),"),
+        (("--tp-size", "2", "--ep-size", "2", "--attention-dp"), "world_size 2 (dp_size 2, ep_size 2),"),
+    ],
+)
+def test_what_ranks_divide_is_said(tmp_path: Path, invoke, words: tuple[str, ...], ranks: str) -> None:
+    target = make_target(tmp_path / "target", family="deepseek_v3")
+    assert invoke("build", "--target", target, "-o", tmp_path / "engine", *words).exit_code == 0
+    assert ranks in invoke("inspect", tmp_path / "engine").stdout
+
+
+@pytest.mark.parametrize(
     ("family", "words"),
     [
         ("qwen3_5_text", "2 x 8, 4 x 12"),
