@@ -153,7 +153,7 @@ def run_sweep(
     check_paths(options)
     workload = _workload(options)
     drafted = list(_drafters(config, base_dir, options))
-    layouts = [_layout(text) for text in options["layouts"]] or [({}, 1)]
+    layouts = [_layout(text) for text in dict.fromkeys(options["layouts"])] or [({}, 1)]
     clock = clock_of(gpu, costs)
     found = [_engines(item, layout, clock, options["draft_lengths"]) for item in drafted for layout in layouts]
     engines = [engine for fitting, _ in found for engine in fitting]
@@ -257,7 +257,7 @@ def _layout(text: str) -> tuple[dict[str, Any], int]:
     kind, *sizes = match.groups() if match else ("", "0")
     numbers = [int(size or 1) for size in sizes]
     num_ranks, ep_size, dcp_size, num_replicas = numbers if match else (0, 0, 0, 0)
-    divides = dcp_size in (1, num_ranks) and not (dcp_size > 1 and kind == "dp")
+    divides = dcp_size in (1, num_ranks) if kind == "tp" else dcp_size == 1 and num_ranks > 1
     if not divides or not all(1 <= number <= 1024 for number in numbers):
         expected = (
             "tp, or dp for ranks with requests of their own, with the ranks of a replica, ep with groups of experts, "

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
     target, _, _ = pair
     path = tmp_path / "machine.json"
     path.write_text(MACHINE.model_copy(update={"memory_bytes": 13 << 30, "link_bytes_per_s": 1e11}).text())
-    layouts = ("--layout", "tp1", "--layout", "tp2", "--layout", "tp3", "--layout", "tp2dcp2")
+    layouts = ("--layout", "tp1", "--layout", "tp2", "--layout", "tp1", "--layout", "tp3", "--layout", "tp2dcp2")
     limits = ("--max-batch-size", 4, "--max-num-tokens", 256)
     report = sweep(invoke, target, "--machine", path, *layouts, *limits, "--concurrency", 1)
     assert [point["layout"] for point in report["points"]] == ["tp2x1"]
@@ -213,6 +213,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "8"), "--layout: expected tp, or dp for ranks"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp8dcp4"), "--layout: expected tp, or dp for"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "dp8dcp8"), "--layout: expected tp, or dp for"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "dp1"), "--layout: expected tp, or dp for"),
         (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp1x1025"), "--layout: expected tp, or dp for"),
         (
             ("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "tp0"),
