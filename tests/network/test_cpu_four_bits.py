@@ -154,6 +154,8 @@ def test_codes_are_multiplied_where_they_are_stored(kernels: CpuKernels, name: s
         assert error(plain(x), x, exact, bias) < 1e-6
         assert error(rounded(x), by_block(x, shape[1] // plain.block_scale.shape[1]), exact, bias) < 1e-6
         assert error(rounded(x), x, exact, bias) > 3e-7
+    half = torch.randn(2, shape[1]).bfloat16()
+    assert torch.equal(rounded(half), rounded(half.float()).bfloat16())
     for layer in (plain, rounded):
         assert_rows_are_independent(layer, torch.randn(9, shape[1]))
         x[1, 3] = torch.nan

@@ -1,6 +1,7 @@
 """Experts and sinks as ops: experts in either form agree, and a row gets what it gets alone."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.attention import attend_rows
 from dflash_trt.backends.torch.attention_plan import plan_attention
-from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts, separated
+from dflash_trt.backends.torch.moe import Choice, SeparateExperts, chosen_experts, run_chosen_experts, separated
+from dflash_trt.backends.torch.native.four_bits import StoredFourBits
+from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
@@ -18,6 +21,9 @@ from dflash_trt.network.feed_forward import RoutedExperts, bind_feed_forward
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from dflash_trt.network.rank_tensors import RankTensors
 from tests.caches import cache_of
+from tests.checkpoint.expert_files import to_mxfp4
+from tests.engines import make_executor
+from tests.factories import make_target
 from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
@@ -167,3 +173,21 @@ def test_sinks_take_their_share_of_the_softmax(window: int | None, options: dict
         assert (found - reference(sinks, **others)).abs().max() > 0.01
     found = attend_rows(plan, q, k, v, cache_of(pages), AttentionMask(window=window), scores(None))
     torch.testing.assert_close(found, reference(None, **options), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(isinstance(cpu_kernels(), NoKernels), reason="no CPU kernels")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=str)
+def test_an_engine_multiplies_experts_of_four_bits_where_they_are_stored(
+    tmp_path: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    target = make_target(tmp_path / "target", family="gpt_oss", hidden_size=64, intermediate_size=64, tokenizer=False)
+    to_mxfp4(target)
+    executor, plain = (make_executor(target, dtype=dtype, has_kernels=has_kernels) for has_kernels in (True, False))
+    for layer in executor.network.target_weights.layers:
+        experts = layer.feed_forward.experts
+        assert isinstance(experts, SeparateExperts)
+        assert all(isinstance(linear, StoredFourBits) for mlp in experts.mlps for linear in mlp)
+    assert isinstance(plain.network.target_weights.layers[0].feed_forward.experts, StackedExperts)
+    prompt = [3, 9, 4, 1, 7, 7, 2]
+    logits, expected = (each.target_logits(prompt).float() for each in (executor, plain))
+    assert (logits - expected).abs().max() < tolerance

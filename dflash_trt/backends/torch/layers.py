@@ -69,7 +69,7 @@ def prepared(
         dtype=dtype,
         on_read=on_read,
     )
-    if kernels is not None and (dtype or operands) == torch.float32:
+    if kernels is not None:
         store = partial(stored_linear, kernels=kernels, rounds_inputs=operands == torch.bfloat16)
         linears = with_experts(linears, partial(separated, prepare=store))
     return map_parts(linears, Layer, partial(_with_scaled_norms, exchanges_rows=network.mapping.dp_size > 1))

@@ -73,10 +73,10 @@ class StoredFourBits(NativeLinear):
     scales: Tensor | None
     rounds_inputs: bool
 
-    def __call__(self, x: Tensor) -> Tensor:  # float32 [N, in] -> [N, out]
+    def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out], computed in float32
         num_out, num_in = len(self.codes), 2 * self.codes.shape[1]
-        assert x.dtype == torch.float32 and x.shape[1] == num_in
-        x = x.contiguous()
+        assert x.shape[1] == num_in
+        dtype, x = x.dtype, x.float().contiguous()
         out = torch.empty((len(x), num_out))
         self.kernels.call(
             StoredCodes(
@@ -96,7 +96,7 @@ class StoredFourBits(NativeLinear):
                 self.block_scale.dtype == torch.uint8,
             )
         )
-        return out
+        return out.to(dtype)
 
 
 def is_of_four_bits(weight: object) -> TypeGuard[_FourBits]:
