@@ -1,6 +1,7 @@
 """Serving runs of recipes and engines on the software GPU, each in a process of its own, and the table of all.
 
 scripts/software_gpu qwen3-8b-fp8 --gpu b300
+scripts/software_gpu kimi-k2.5-int4-h200 --set dcp_size=8
 scripts/software_gpu --all --reports DIRECTORY
 """
 
@@ -111,6 +112,9 @@ def main() -> int:
     parser.add_argument(
         "--shapes", choices=("all", "few"), default="all", help="steps that are captured (default: all)"
     )
+    parser.add_argument(
+        "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the recipe in JSON: dcp_size=8"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report of one run")
     parser.add_argument(
         "--reports", type=Path, default=Path("build/software_gpu"), help="of --all (default: %(default)s)"
@@ -118,10 +122,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.all == (options.name is not None):
         parser.error("expected a name, or --all")
+    if options.set and (options.all or recipe_path(options.name) is None):
+        parser.error("--set changes one recipe")
     if options.all:
         serve_all(options.reports, "--shapes", options.shapes)
         return 0
     words = ["--rank", options.rank, "--shapes", options.shapes, *(["--json", options.json] if options.json else [])]
+    words += [word for change in options.set for word in ("--set", change)]
     return serve(options.name, options.gpu, *words)
 
 

@@ -1,6 +1,6 @@
 """A serving run as a program: open an engine of a recipe or a directory, serve, close, and say what it took.
 
-    python -m software_gpu.serving.run NAME [--rank R] [--shapes few] [--json FILE]
+    python -m software_gpu.serving.run NAME [--set FIELD=VALUE] [--rank R] [--shapes few] [--json FILE]
 
 The process has the software GPU (`software_gpu.runtime.library.environment`) in counting mode, and as many as the
 engine has ranks. Everything is the product's, `LLM` and what it opens, but for two things: results of steps are made up
@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partialmethod
@@ -316,13 +316,13 @@ def _short(kernel: str) -> str:
     return kernel.partition("<")[0].removeprefix("void ").partition("(")[0].rpartition("::")[2]
 
 
-def report_of(name: str, *, rank: int, has_few_shapes: bool) -> dict[str, Any]:
-    """Of a recipe, or of an engine directory; a refusal of the product is a report, too."""
+def report_of(name: str, changes: Mapping[str, Any], *, rank: int, has_few_shapes: bool) -> dict[str, Any]:
+    """Of a recipe, with `changes` of its fields, or of an engine directory; a refusal is a report, too."""
     recipe = next((recipe for recipe in recipes() if recipe.name == name), None)
     with TemporaryDirectory(prefix="software-gpu-") as directory:
         try:
             if recipe is not None:
-                write_engine(recipe, Path(directory), capability=torch.cuda.get_device_capability())
+                write_engine(recipe, Path(directory), capability=torch.cuda.get_device_capability(), changes=changes)
             engine = Path(name) if recipe is None else Path(directory) / "engine"
             return {"name": name} | serving_run(engine, rank=rank, has_few_shapes=has_few_shapes)
         except (BuildError, CapacityError, ConfigError, EngineDirError) as error:
@@ -383,14 +383,21 @@ def reported(report: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {text}" for text in missed)
 
 
+def changed_field(text: str) -> tuple[str, Any]:
+    """`dcp_size=8`; raises ValueError for a value that is no JSON."""
+    name, _, value = text.partition("=")
+    return name, json.loads(value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--shapes", choices=("all", "few"), default="all")
+    parser.add_argument("--set", type=changed_field, action="append", default=[])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report = report_of(options.name, rank=options.rank, has_few_shapes=options.shapes == "few")
+    report = report_of(options.name, dict(options.set), rank=options.rank, has_few_shapes=options.shapes == "few")
     sys.stdout.writelines(f"{line}\n" for line in reported(report))
     sys.stdout.flush()
     if options.json is not None:

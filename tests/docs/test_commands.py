@@ -270,7 +270,8 @@ def options_of_ours() -> set[str]:
         command = commands.pop()
         commands += command.commands.values() if isinstance(command, click.Group) else ()
         options |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    sources = [*(ROOT / "scripts").rglob("*"), *(ROOT / "plugins" / "aot").glob("*.py")]
+    folders = ("scripts", "software_gpu", "plugins/aot")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     for source in sources:
         if source.is_file() and source.suffix in ("", ".py"):
             options |= set(re.findall(r"--[a-z][\w-]+", source.read_text()))

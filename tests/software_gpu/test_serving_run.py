@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ main()
 """
 
 
-def report_of(directory: Path, *program: str) -> dict[str, Any]:
+def report_of(directory: Path, *program: str, options: Sequence[str] = ()) -> dict[str, Any]:
     path = directory / "report.json"
-    command = [sys.executable, *program, "demo", "--shapes", "few", "--json", str(path)]
+    command = [sys.executable, *program, "demo", "--shapes", "few", "--json", str(path), *options]
     subprocess.run(command, env=os.environ | environment("h200"), cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -56,7 +57,8 @@ def test_a_recipe_serves_without_a_wait_and_leaves_nothing(tmp_path: Path) -> No
 @pytest.mark.timeout(900)
 def test_a_wait_while_serving_is_reported_with_its_place(tmp_path: Path) -> None:
     """The negative control."""
-    report = report_of(tmp_path, "-c", WAITS_IN_EVERY_STEP)
+    report = report_of(tmp_path, "-c", WAITS_IN_EVERY_STEP, options=("--set", "max_seq_len=384"))
+    assert "max_seq_len 384 at once" in report["page_plan"]
     plain = report["serving"]["plain"]
     assert plain["num_waits"] >= plain["num_steps"]
     assert all("cudaStreamSynchronize" in wait and "executor.py" in wait for wait in plain["waits"])
