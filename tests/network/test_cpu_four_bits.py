@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.moe import SeparateExperts, chosen_experts, run_chosen_experts, separated
-from dflash_trt.backends.torch.native.four_bits import PackedFourBits, four_bit_linear, stored_linear
+from dflash_trt.backends.torch.native.four_bits import FourBits, four_bit_linear, stored_linear
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.core.model.feed_forward import Moe
@@ -41,7 +41,7 @@ def quantized(name: str, shape: tuple[int, int]) -> QuantizedWeight[Tensor]:
     return weight_format(name).quantize(weight, segments=segments, weight_amax=amax, input_amax=None)
 
 
-def layer_of(weight: QuantizedWeight[Tensor], kernels: CpuKernels, **options: Any) -> PackedFourBits:
+def layer_of(weight: QuantizedWeight[Tensor], kernels: CpuKernels, **options: Any) -> FourBits:
     layer = four_bit_linear(Linear(weight=weight, **options), kernels, rounds_inputs=False)
     assert layer is not None
     return layer
@@ -94,7 +94,7 @@ def test_rounded_activations_are_multiplied_as_the_library_rounds_them(kernels: 
         rounded = x.bfloat16().float() if kernels.has_bfloat16 else rounded
         assert error(layer(x), rounded, exact) < 1e-6
         if rounded is not x:
-            assert error(layer(x), x, exact) > 3e-6
+            assert error(layer(x), x, exact) > 3e-6  # measured 7.3e-6 and more
 
 
 def by_block(x: Tensor, block: int) -> Tensor:
@@ -121,7 +121,7 @@ def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
 
 def test_other_weights_are_left_to_pytorch(kernels: CpuKernels) -> None:
     def taken(weight: QuantizedWeight[Tensor], dtype: torch.dtype = torch.float32) -> bool:
-        return isinstance(prepare_linear(Linear(weight=weight), dtype, kernels=kernels), PackedFourBits)
+        return isinstance(prepare_linear(Linear(weight=weight), dtype, kernels=kernels), FourBits)
 
     def made(name: str) -> QuantizedWeight[Tensor]:
         amax = torch.ones(1)
@@ -151,9 +151,9 @@ def test_codes_are_multiplied_where_they_are_stored(kernels: CpuKernels, name: s
     assert plain.codes.data_ptr() == rounded.codes.data_ptr() == weight.tensors()["codes"].data_ptr()
     for num_rows in ROWS:
         x = torch.randn(num_rows, shape[1]) * torch.logspace(-3, 3, shape[1])
-        assert error(plain(x), x, exact, bias) < 1e-6
+        assert error(plain(x), x, exact, bias) < 1e-6  # measured 1.8e-7, below as well
         assert error(rounded(x), by_block(x, shape[1] // plain.block_scale.shape[1]), exact, bias) < 1e-6
-        assert error(rounded(x), x, exact, bias) > 3e-7
+    assert error(rounded(x), x, exact, bias) > 3e-6  # measured 1.1e-5 and more
     half = torch.randn(2, shape[1]).bfloat16()
     assert torch.equal(rounded(half), rounded(half.float()).bfloat16())
     for layer in (plain, rounded):
@@ -185,7 +185,7 @@ def test_experts_are_multiplied_where_they_are_stored(kernels: CpuKernels, name:
     choice = chosen_experts(torch.randn(7, 4), moe)
     expected = run_chosen_experts(x, experts, moe, choice)
     results = run_chosen_experts(x, found, moe, choice)
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    assert (results - expected).abs().max() < 1e-6 * expected.abs().max()  # measured 4e-7
 
 
 def stacked(weights: list[QuantizedWeight[Tensor]]) -> QuantizedWeight[Tensor]:

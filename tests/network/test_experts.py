@@ -1,5 +1,6 @@
 """Experts and sinks as ops: experts in either form agree, and a row gets what it gets alone."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch.attention import attend_rows
 from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.moe import Choice, SeparateExperts, chosen_experts, run_chosen_experts, separated
-from dflash_trt.backends.torch.native.four_bits import StoredFourBits
+from dflash_trt.backends.torch.native.four_bits import FourBits
 from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.scores import Scores
@@ -176,18 +177,21 @@ def test_sinks_take_their_share_of_the_softmax(window: int | None, options: dict
 
 
 @pytest.mark.skipif(isinstance(cpu_kernels(), NoKernels), reason="no CPU kernels")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=str)
-def test_an_engine_multiplies_experts_of_four_bits_where_they_are_stored(
-    tmp_path: Path, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_an_engine_multiplies_experts_of_four_bits_where_they_are_stored(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", family="gpt_oss", hidden_size=64, intermediate_size=64, tokenizer=False)
     to_mxfp4(target)
-    executor, plain = (make_executor(target, dtype=dtype, has_kernels=has_kernels) for has_kernels in (True, False))
-    for layer in executor.network.target_weights.layers:
-        experts = layer.feed_forward.experts
-        assert isinstance(experts, SeparateExperts)
-        assert all(isinstance(linear, StoredFourBits) for mlp in experts.mlps for linear in mlp)
-    assert isinstance(plain.network.target_weights.layers[0].feed_forward.experts, StackedExperts)
-    prompt = [3, 9, 4, 1, 7, 7, 2]
-    logits, expected = (each.target_logits(prompt).float() for each in (executor, plain))
-    assert (logits - expected).abs().max() < tolerance
+    logits = {}
+    for dtype, has_kernels in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        executor = make_executor(target, dtype=dtype, has_kernels=has_kernels)
+        for layer in executor.network.target_weights.layers:
+            experts = layer.feed_forward.experts
+            mlps = experts.mlps if isinstance(experts, SeparateExperts) else ()
+            assert len(mlps) == (experts.num_experts if has_kernels else 0)
+            assert all(
+                isinstance(linear, FourBits) and linear.block_scale is not None for mlp in mlps for linear in mlp
+            )
+        logits[dtype, has_kernels] = executor.target_logits([3, 9, 4, 1, 7, 7, 2]).float()
+    exact, plain = logits[torch.float32, False], logits[torch.bfloat16, False]
+    assert (logits[torch.float32, True] - exact).abs().max() < 1e-4  # measured 1e-5
+    rounding = (plain - exact).abs().max()
+    assert (logits[torch.bfloat16, True] - plain).abs().max() < 0.2 * rounding  # measured 0.08

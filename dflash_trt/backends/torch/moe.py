@@ -24,6 +24,7 @@ from dflash_trt.network.ops import Experts, Linear, StackedExperts
 _NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
 
 ApplyLinear = Callable[[Tensor, Linear[Tensor]], Tensor]  # x [N, in], one expert's linear -> [N, out]
+PrepareLinear = Callable[[Linear[Tensor]], Linear[Tensor] | None]  # None: not taken
 Activate = Callable[[Tensor, Moe], Tensor]  # see `activated`
 
 
@@ -132,24 +133,28 @@ def run_chosen_experts(
     return out
 
 
-def separated(
-    experts: StackedExperts[Tensor], prepare: Callable[[Linear[Tensor]], Linear[Tensor] | None] | None = None
-) -> Experts[Tensor]:
+def separated(experts: StackedExperts[Tensor], prepare: PrepareLinear | None = None) -> Experts[Tensor]:
     """Views of what is stacked. Quantized experts stay as they are, unless `prepare` takes each of their layers."""
-    pairs = [_mlp(experts, index) for index in range(experts.num_experts)]
-    if isinstance(experts.gate_up.weight, QuantizedWeight) or isinstance(experts.down.weight, QuantizedWeight):
-        prepared = [tuple(map(prepare, mlp)) for mlp in pairs] if prepare else []
-        pairs = [(gate_up, down) for gate_up, down in prepared if gate_up is not None and down is not None]
-        if len(pairs) < experts.num_experts:
+    mlps = []
+    for index in range(experts.num_experts):
+        gate_up, down = (_prepared(linear, prepare) for linear in _mlp(experts, index))
+        if gate_up is None or down is None:
             return experts
+        mlps.append((gate_up, down))
     return SeparateExperts(
         router=experts.router,
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
         choice_bias=experts.choice_bias,
         expert_scales=experts.expert_scales,
-        mlps=tuple(pairs),
+        mlps=tuple(mlps),
     )
+
+
+def _prepared(linear: Linear[Tensor], prepare: PrepareLinear | None) -> Linear[Tensor] | None:
+    if not isinstance(linear.weight, QuantizedWeight):
+        return linear
+    return None if prepare is None else prepare(linear)
 
 
 def _mlp(experts: Experts[Tensor], index: int) -> tuple[Linear[Tensor], Linear[Tensor]]:

@@ -3,18 +3,18 @@
 A code has a value, times the scale of its block of inputs. With float32 activations each weight is exact and sums are
 made in the order of the inputs. Activations that may be rounded become bfloat16 where the CPU multiplies that, and
 integers of 16 bits with a scale for each block elsewhere (not with AVX-512 alone); products of codes are added up by
-block (`src/four_bits.h`).
+block (`src/four_bits.h`). Experts are multiplied where they are stored (`src/stored_codes.cpp`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.native.library import CpuKernels, FourBitLinear, StoredCodes
+from dflash_trt.backends.torch.native.library import CpuKernels, FourBitLinear
 from dflash_trt.backends.torch.native.linear import PANEL, NativeLinear
 from dflash_trt.formats.base import row_scale
 from dflash_trt.formats.int4 import Int4Weight
@@ -27,27 +27,32 @@ _STORED_INPUTS: Final = 32  # kInputs of src/stored_codes.cpp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedFourBits(NativeLinear):
-    """`weight` is on the meta device, for its shape; scales and bias are float32 [out]."""
+class FourBits(NativeLinear):
+    """Codes in the order of the kernel, or with `block_scale` as they are stored; computed in float32.
+
+    `weight` is on the meta device, for its shape; scales and bias are float32 [out].
+    """
 
     kernels: CpuKernels
-    packed: Tensor  # uint8 [panels, bytes of a panel]
+    codes: Tensor  # uint8 [panels, bytes of a panel], or [out, in / 2]
+    block_scale: Tensor | None  # bfloat16 [out, in / block], or uint8 exponents of two
     block: int
     values: Tensor  # float32 [16]
     scales: Tensor | None
     rounds_inputs: bool
 
-    def __call__(self, x: Tensor) -> Tensor:  # float32 [N, in] -> [N, out]
+    def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out]
         assert isinstance(self.weight, Tensor)
         num_out, num_in = self.weight.shape
-        assert x.dtype == torch.float32 and x.shape[1] == num_in
-        x = x.contiguous()
+        assert x.shape[1] == num_in
+        dtype, x = x.dtype, x.float().contiguous()
         out = torch.empty((len(x), num_out))
         self.kernels.call(
             FourBitLinear(
                 x.data_ptr(),
                 len(x),
-                self.packed.data_ptr(),
+                self.codes.data_ptr(),
+                None if self.block_scale is None else self.block_scale.data_ptr(),
                 num_out,
                 num_in,
                 self.block,
@@ -57,89 +62,58 @@ class PackedFourBits(NativeLinear):
                 out.data_ptr(),
                 torch.get_num_threads(),
                 self.rounds_inputs,
-            )
-        )
-        return out
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFourBits(NativeLinear):
-    """A layer over codes as they are stored; `weight` is on the meta device, scales and bias are float32 [out]."""
-
-    kernels: CpuKernels
-    codes: Tensor  # uint8 [out, in / 2]
-    block_scale: Tensor  # bfloat16 [out, in / block], or uint8 exponents of two
-    values: Tensor  # float32 [16]
-    scales: Tensor | None
-    rounds_inputs: bool
-
-    def __call__(self, x: Tensor) -> Tensor:  # [N, in] -> [N, out], computed in float32
-        num_out, num_in = len(self.codes), 2 * self.codes.shape[1]
-        assert x.shape[1] == num_in
-        dtype, x = x.dtype, x.float().contiguous()
-        out = torch.empty((len(x), num_out))
-        self.kernels.call(
-            StoredCodes(
-                x.data_ptr(),
-                len(x),
-                self.codes.data_ptr(),
-                self.block_scale.data_ptr(),
-                num_out,
-                num_in,
-                num_in // self.block_scale.shape[1],
-                self.values.data_ptr(),
-                None if self.scales is None else self.scales.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(),
-                out.data_ptr(),
-                torch.get_num_threads(),
-                self.rounds_inputs,
-                self.block_scale.dtype == torch.uint8,
+                self.block_scale is not None and self.block_scale.dtype == torch.uint8,
             )
         )
         return out.to(dtype)
 
 
-def is_of_four_bits(weight: object) -> TypeGuard[_FourBits]:
-    """With activations that are not quantized."""
-    return isinstance(weight, Int4Weight | Mxfp4Weight | Nvfp4Weight) and weight.input_scale is None
-
-
-def four_bit_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: bool) -> PackedFourBits | None:
+def four_bit_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: bool) -> FourBits | None:
     """None for other weights, and for those of several experts."""
     weight = linear.weight
-    if not is_of_four_bits(weight) or weight.codes.dim() != 2 or weight.codes.device.type != "cpu":
+    if not _is_taken(weight) or weight.codes.dim() != 2:
         return None
     block_scale = _bfloat16_scales(weight)
-    num_out, num_in = weight.codes.shape[0], 2 * weight.codes.shape[1]
-    return PackedFourBits(
-        weight=torch.empty((num_out, num_in), device="meta"),
-        bias=None if linear.bias is None else linear.bias.float().contiguous(),
-        name=linear.name,
+    packed = _packed(weight.codes, block_scale, kernels)
+    return _layer(linear, weight, packed, None, kernels=kernels, rounds_inputs=rounds_inputs)
+
+
+def stored_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: bool) -> FourBits | None:
+    """A layer over the memory of its codes; None for other weights, and for inputs that do not fill vectors."""
+    weight = linear.weight
+    if not _is_taken(weight) or 2 * weight.codes.shape[1] % _STORED_INPUTS:
+        return None
+    block_scale = weight.block_scale if isinstance(weight, Mxfp4Weight) else _bfloat16_scales(weight)
+    return _layer(
+        linear,
+        weight,
+        weight.codes.contiguous(),
+        block_scale.contiguous(),
         kernels=kernels,
-        packed=_packed(weight.codes, block_scale, kernels),
-        block=num_in // block_scale.shape[1],
-        values=_values(weight),
-        scales=None if weight.weight_scale is None else row_scale(weight).contiguous(),
         rounds_inputs=rounds_inputs,
     )
 
 
-def stored_linear(linear: Linear[Tensor], kernels: CpuKernels, *, rounds_inputs: bool) -> StoredFourBits | None:
-    """A layer over the memory of its codes; None for other weights, and for inputs that do not fill vectors."""
-    weight = linear.weight
-    if not is_of_four_bits(weight) or weight.codes.device.type != "cpu" or 2 * weight.codes.shape[1] % _STORED_INPUTS:
-        return None
-    block_scale = weight.block_scale if isinstance(weight, Mxfp4Weight) else _bfloat16_scales(weight)
-    return StoredFourBits(
-        weight=torch.empty((len(weight.codes), 2 * weight.codes.shape[1]), device="meta"),
+def _is_taken(weight: object) -> TypeGuard[_FourBits]:
+    if not isinstance(weight, Int4Weight | Mxfp4Weight | Nvfp4Weight):
+        return False
+    return weight.input_scale is None and weight.codes.device.type == "cpu"
+
+
+def _layer(
+    linear: Linear[Tensor], weight: _FourBits, codes: Tensor, block_scale: Tensor | None, **options: Any
+) -> FourBits:
+    num_out, num_in = weight.codes.shape[0], 2 * weight.codes.shape[1]
+    return FourBits(
+        weight=torch.empty((num_out, num_in), device="meta"),
         bias=None if linear.bias is None else linear.bias.float().contiguous(),
         name=linear.name,
-        kernels=kernels,
-        codes=weight.codes.contiguous(),
-        block_scale=block_scale.contiguous(),
+        codes=codes,
+        block_scale=block_scale,
+        block=num_in // weight.block_scale.shape[1],
         values=_values(weight),
         scales=None if weight.weight_scale is None else row_scale(weight).contiguous(),
-        rounds_inputs=rounds_inputs,
+        **options,
     )
 
 

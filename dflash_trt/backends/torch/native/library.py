@@ -53,26 +53,6 @@ class FourBitLinear(Arguments):
     _fields_: ClassVar = [
         ("x", c_void_p),
         ("num_rows", c_int64),
-        ("packed", c_void_p),
-        ("num_out", c_int64),
-        ("num_in", c_int64),
-        ("block", c_int64),
-        ("values", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("num_threads", c_int32),
-        ("rounds_inputs", c_int32),
-    ]
-
-
-class StoredCodes(Arguments):
-    """DflashTrtStoredCodes."""
-
-    kernel: ClassVar = "stored_codes"
-    _fields_: ClassVar = [
-        ("x", c_void_p),
-        ("num_rows", c_int64),
         ("codes", c_void_p),
         ("block_scales", c_void_p),
         ("num_out", c_int64),

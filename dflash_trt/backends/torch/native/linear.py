@@ -29,7 +29,7 @@ _FLOAT32, _BFLOAT16, _ROUNDED, _CODED = range(4)  # forms of activations, as in 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeLinear(Linear[Tensor], ABC):
-    """A layer that a kernel computes, a row's sums in the order of the inputs."""
+    """A layer that a kernel computes, a row's sums in an order that no other row changes."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:

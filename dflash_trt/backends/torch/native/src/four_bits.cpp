@@ -33,7 +33,7 @@ class Product
 public:
     Product(DflashTrtFourBitLinear const& arguments, RowsOf<Element> const& x)
         : a_(arguments)
-        , layer_{arguments.packed, arguments.num_in, arguments.block}
+        , layer_{arguments.codes, arguments.num_in, arguments.block}
         , table_(arguments.values)
         , x_(x)
     {
@@ -175,6 +175,10 @@ void dflash_trt_cpu_pack_four_bits(
 void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const* arguments)
 {
     DflashTrtFourBitLinear const& a = *arguments;
+    if (a.block_scales != nullptr)
+    {
+        return multiply_stored(a);
+    }
 #if defined(__AVX512BF16__)
     if (a.rounds_inputs)
     {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "codes.h"
+#include "kernels.h"
 
 namespace dflash_trt
 {
@@ -16,6 +17,9 @@ namespace dflash_trt
 constexpr int kGroup = 4; // inputs
 constexpr int kGroupBytes = kPanel * 2;
 constexpr int kScaleBytes = kPanel * static_cast<int>(sizeof(BFloat16));
+
+/// The product with codes that lie as a checkpoint stores them: stored_codes.cpp.
+void multiply_stored(DflashTrtFourBitLinear const& arguments);
 
 /// Where the panels and blocks of a layer lie.
 struct FourBits
@@ -84,8 +88,20 @@ inline void multiply_block(FourBits const& layer, CodeTable const& table, float 
     }
 }
 
-/// Rows of float32 as integers of 16 bits: block after block a scale, half of what a code stands for, and the codes. The scale
-/// of a block that is not finite is NaN.
+/// A block of float32 as integers of 16 bits. Returns half of what a code stands for, for weights that are doubled; NaN for
+/// what is not finite.
+inline float code_block(float const* x, int64_t block, int16_t* codes)
+{
+    float const scale = std::max(largest_magnitude(x, block) / 32767.0F, kSmallestScale);
+    bool const is_finite = std::isfinite(scale);
+    for (int64_t i = 0; i < block; ++i)
+    {
+        codes[i] = is_finite ? static_cast<int16_t>(std::nearbyint(x[i] / scale)) : int16_t{0};
+    }
+    return is_finite ? 0.5F * scale : NAN;
+}
+
+/// Rows, block after block its scale and its codes.
 class CodedBlocks
 {
 public:
@@ -98,7 +114,8 @@ public:
         int16_t* to = codes_.data();
         for (int64_t i = 0; i < num_rows * num_in; i += block, to += size)
         {
-            fill_block(x + i, block, to);
+            float const scale = code_block(x + i, block, to + kScale);
+            std::memcpy(to, &scale, sizeof(scale));
         }
         rows_ = {codes_.data(), num_in / block * size, num_rows};
     }
@@ -113,18 +130,6 @@ public:
     }
 
 private:
-    static void fill_block(float const* x, int64_t block, int16_t* to)
-    {
-        float const scale = std::max(largest_magnitude(x, block) / 32767.0F, kSmallestScale);
-        bool const is_finite = std::isfinite(scale);
-        for (int64_t i = 0; i < block; ++i)
-        {
-            to[kScale + i] = is_finite ? static_cast<int16_t>(std::nearbyint(x[i] / scale)) : int16_t{0};
-        }
-        float const half = is_finite ? 0.5F * scale : NAN;
-        std::memcpy(to, &half, sizeof(half));
-    }
-
     std::vector<int16_t> codes_;
     RowsOf<int16_t> rows_{};
 };

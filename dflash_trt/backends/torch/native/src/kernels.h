@@ -56,44 +56,26 @@ struct DflashTrtLinear
 
 void dflash_trt_cpu_linear(DflashTrtLinear const*);
 
-/// x [rows, in] @ weight.T * scales + bias, of weights of four bits: see four_bits.h.
+/// x [rows, in] @ weight.T * scales + bias, of weights of four bits: in panels, see four_bits.h, or as a checkpoint stores
+/// them, codes [out, in / 2] and scales [out, in / block], see stored_codes.cpp.
 struct DflashTrtFourBitLinear
 {
     float const* x;
     int64_t num_rows;
-    uint8_t const* packed;
-    int64_t num_out, num_in;
-    int64_t block; // inputs that share a scale: a multiple of 4
-    float const* values; // [16], of the codes
-    float const* scales; // [out]; null: none
-    float const* bias;   // null: none
+    uint8_t const* codes;
+    void const* block_scales; // null: in the panels
+    int64_t num_out, num_in;  // inputs of stored codes: a multiple of 32
+    int64_t block;            // inputs that share a scale: 16 or 32
+    float const* values;      // [16], of the codes
+    float const* scales;      // [out]; null: none
+    float const* bias;        // null: none
     float* out;
     int32_t num_threads;
-    int32_t rounds_inputs; // to bfloat16 where the library multiplies that, else to 16 bits by block
+    int32_t rounds_inputs; // of panels, to bfloat16 with AVX-512 BF16; to 16 bits by block with AVX2, NEON and stored codes
+    int32_t has_powers;    // block_scales are bytes of which 127 stands for 1, else bfloat16
 };
 
 void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const*);
-
-/// The same with codes [out, in / 2] and scales [out, in / block] as a checkpoint stores them: bfloat16, or bytes of which 127
-/// stands for 1.
-struct DflashTrtStoredCodes
-{
-    float const* x;
-    int64_t num_rows;
-    uint8_t const* codes;
-    void const* block_scales;
-    int64_t num_out, num_in; // inputs: a multiple of 32
-    int64_t block;           // inputs that share a scale: 16 or 32
-    float const* values;     // [16], of the codes
-    float const* scales;     // [out]; null: none
-    float const* bias;       // null: none
-    float* out;
-    int32_t num_threads;
-    int32_t rounds_inputs; // to 16 bits by block
-    int32_t has_powers;    // of two, as scales of blocks of 32
-};
-
-void dflash_trt_cpu_stored_codes(DflashTrtStoredCodes const*);
 
 /// Row i of x [rows, width] with row i % num_weights of weight [num_weights, width].
 struct DflashTrtRmsNorm

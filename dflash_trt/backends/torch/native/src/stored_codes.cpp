@@ -1,8 +1,7 @@
 /// The product of a few rows with weights of four bits as a checkpoint stores them: codes [out, in / 2], the first of two in
 /// the low bits. They are read from where they lie, such as a mapped file, so that nothing is laid out when an engine is
 /// opened: for experts, of which a step reads few. Vectors go along the inputs, in the same order in every instruction set.
-#include "codes.h"
-#include "kernels.h"
+#include "four_bits.h"
 
 #include <algorithm>
 #include <vector>
@@ -106,15 +105,14 @@ struct CodedInputs
 
     void fill(float const* x, int64_t block)
     {
+        int16_t in_order[kInputs];
         for (int64_t first = 0; first < kInputs; first += block)
         {
-            float const scale = std::max(largest_magnitude(x + first, block) / 32767.0F, kSmallestScale);
-            bool const is_finite = std::isfinite(scale);
-            std::fill_n(scales + first / 4, block / 4, is_finite ? 0.5F * scale : NAN);
-            for (int64_t i = first; i < first + block; ++i)
-            {
-                codes[i % 2][i / 2] = is_finite ? static_cast<int16_t>(std::nearbyint(x[i] / scale)) : int16_t{0};
-            }
+            std::fill_n(scales + first / 4, block / 4, code_block(x + first, block, in_order + first));
+        }
+        for (int i = 0; i < kInputs; ++i)
+        {
+            codes[i % 2][i / 2] = in_order[i];
         }
     }
 };
@@ -178,7 +176,7 @@ template <typename Inputs>
 class Product
 {
 public:
-    explicit Product(DflashTrtStoredCodes const& arguments)
+    explicit Product(DflashTrtFourBitLinear const& arguments)
         : a_(arguments)
         , num_steps_(arguments.num_in / kInputs)
     {
@@ -277,17 +275,16 @@ private:
         a_.out[row * a_.num_out + out] = a_.bias == nullptr ? scaled : scaled + a_.bias[out];
     }
 
-    DflashTrtStoredCodes const& a_;
+    DflashTrtFourBitLinear const& a_;
     int64_t num_steps_;
     int8_t values_[16]; // doubled
 };
 
 } // namespace
-} // namespace dflash_trt
 
-using namespace dflash_trt;
-
-void dflash_trt_cpu_stored_codes(DflashTrtStoredCodes const* arguments)
+void multiply_stored(DflashTrtFourBitLinear const& arguments)
 {
-    return arguments->rounds_inputs ? Product<CodedInputs>(*arguments).run() : Product<PlainInputs>(*arguments).run();
+    return arguments.rounds_inputs ? Product<CodedInputs>(arguments).run() : Product<PlainInputs>(arguments).run();
 }
+
+} // namespace dflash_trt
