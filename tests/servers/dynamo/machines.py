@@ -21,6 +21,7 @@ import pytest
 
 from tests.docs.pages import Page
 from tests.namespaces import Node, network
+from tests.servers.dynamo.serving import own_home
 
 LEASE_S, STREAM_TIMEOUT_S = 5, 8
 START_S = 120.0
@@ -161,8 +162,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         etcd = documented()[0].replace("etcd ", f"{needed('etcd', 'etcd-server')} ", 1)
-        own = {"HOME": str(self.directory), "TMPDIR": str(self.directory)}
-        self.environment = os.environ | _QUICKER | own
+        self.environment = os.environ | _QUICKER | own_home(self.directory)
         self.start(self.head, "etcd", etcd)
         wait_until(lambda: self.answers(f"http://{self.head.address}:2379/health"))
 

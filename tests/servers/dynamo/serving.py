@@ -110,7 +110,7 @@ def serving(
     words = [sys.executable, "-m", "dflash_trt.cli.main", "serve", str(engine), "--model-name", "demo"]
     words += ["--port", str(port), "--replicas", str(num_replicas), *options]
     words += [] if num_threads is None else ["--num-threads", str(num_threads)]
-    environment = os.environ | {"TMPDIR": str(directory), "HOME": str(directory)}
+    environment = os.environ | own_home(directory)
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
     server = Server(process, port, log, num_replicas)
@@ -120,6 +120,12 @@ def serving(
     finally:
         if process.poll() is None:
             assert server.stop() == 143
+
+
+def own_home(directory: Path) -> dict[str, str]:
+    """Variables of processes that leave their files in `directory`, and find the CPU kernels that are compiled."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return {"HOME": str(directory), "TMPDIR": str(directory), "XDG_CACHE_HOME": cache}
 
 
 def free_ports(count: int) -> int:
