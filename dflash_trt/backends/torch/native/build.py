@@ -144,9 +144,9 @@ def _compile(path: Path, flags: list[str]) -> None:
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory, ThreadPoolExecutor() as pool:
-            objects = [Path(directory) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))]
-            compile_one = partial(_compile_one, compiler, flags)
-            list(pool.map(compile_one, objects))
+            sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
+            objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+            list(pool.map(partial(_compile_one, compiler, flags), objects))
             library = Path(directory) / path.name
             _run([compiler, *_LINK, *map(str, objects), "-o", str(library)])
             _add_hash(library)

@@ -76,9 +76,12 @@ private:
         {
             multiply_tile<kRows, kColumns>(row, column);
         }
-        for (; column < stop; ++column)
+        if constexpr (kVectors % kColumns != 0)
         {
-            multiply_tile<kRows, 1>(row, column);
+            for (; column < stop; ++column)
+            {
+                multiply_tile<kRows, 1>(row, column);
+            }
         }
     }
 

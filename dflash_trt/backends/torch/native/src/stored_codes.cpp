@@ -211,42 +211,38 @@ public:
     }
 
 private:
-    /// `count` rows, at most kRows, with two outputs, or with the last one.
+    /// `count` rows, at most kRows, with the outputs from `first` on.
     template <int kRows>
-    void multiply(Inputs const* x, int64_t row, int64_t count, int64_t out) const
+    void multiply(Inputs const* x, int64_t row, int64_t count, int64_t first) const
     {
         if constexpr (kRows > 1)
         {
             if (count < kRows)
             {
-                return multiply<kRows - 1>(x, row, count, out);
+                return multiply<kRows - 1>(x, row, count, first);
             }
         }
         if (a_.has_powers)
         {
-            return multiply_some<kRows, PowerOfTwo[1]>(x, row, out);
+            return multiply_tile<kRows, PowerOfTwo[1]>(x, row, first);
         }
-        return a_.block < kInputs ? multiply_some<kRows, BFloat16[2]>(x, row, out) : multiply_some<kRows, BFloat16[1]>(x, row, out);
+        return a_.block < kInputs ? multiply_tile<kRows, BFloat16[2]>(x, row, first)
+                                  : multiply_tile<kRows, BFloat16[1]>(x, row, first);
     }
 
+    /// `Scales` of kInputs inputs. The last output of an odd number is computed twice.
     template <int kRows, typename Scales>
-    void multiply_some(Inputs const* x, int64_t row, int64_t out) const
+    void multiply_tile(Inputs const* x, int64_t row, int64_t first) const
     {
-        return out + 1 < a_.num_out ? multiply_tile<kRows, 2, Scales>(x, row, out) : multiply_tile<kRows, 1, Scales>(x, row, out);
-    }
-
-    /// `Scales` of kInputs inputs.
-    template <int kRows, int kOuts, typename Scales>
-    void multiply_tile(Inputs const* x, int64_t row, int64_t out) const
-    {
-        Lanes sums[kRows][kOuts] = {};
+        int64_t const outs[kOutputs] = {first, std::min(first + 1, a_.num_out - 1)};
+        Lanes sums[kRows][kOutputs] = {};
         auto const* const scales = reinterpret_cast<Scales const*>(a_.block_scales);
         for (int64_t step = 0; step < num_steps_; ++step, ++x)
         {
 #pragma GCC unroll 2
-            for (int i = 0; i < kOuts; ++i)
+            for (int i = 0; i < kOutputs; ++i)
             {
-                int64_t const at = (out + i) * num_steps_ + step;
+                int64_t const at = outs[i] * num_steps_ + step;
                 Weights const weights(a_.codes + at * kHalf, scales[at], values_);
 #pragma GCC unroll 4
                 for (int j = 0; j < kRows; ++j)
@@ -257,9 +253,9 @@ private:
         }
         for (int j = 0; j < kRows; ++j)
         {
-            for (int i = 0; i < kOuts; ++i)
+            for (int i = 0; i < kOutputs; ++i)
             {
-                write(row + j, out + i, sums[j][i]);
+                write(row + j, outs[i], sums[j][i]);
             }
         }
     }
