@@ -6,6 +6,7 @@ step that live at the same time, and an upper bound of what the step holds at on
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
@@ -91,6 +92,7 @@ def rank_memory(
     )
 
 
+@lru_cache(maxsize=64)
 def buffers_bytes(limits: ExecutorLimits, *, has_nodes: bool = False) -> int:
     """Inputs, outputs and slots of a step: the executor's own staging memory, allocated on no device.
 
