@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests/slow_tests.txt"
-MAX_CASE_S, MAX_TEST_S = 2.5, 11.0
+MAX_CASE_S, MAX_TEST_S = 1.5, 11.0
 NEEDED = (  # whatever they take: nothing else shows what they do
     "tests/contributing/test_kernel_recipes.py::test_the_new_operation_runs_in_the_library_and_is_documented",
     "tests/docs/test_commands.py::test_commands_run[docs/simulation.md]",
