@@ -1,10 +1,12 @@
 """Requests, the events of their steps, and their outputs."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Optional
 
-from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, text
+from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, shown, text
 from dflash_trt.core.constraint import TokenConstraint
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.sampling import MAX_SEED as MAX_SEED
@@ -36,6 +38,19 @@ def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
     expected = f"at most {max_tokens} tokens (max_seq_len - 1)"
     hint = "Shorten the prompt, or build the engine with a larger max_seq_len."
     return RequestError.about("prompt", expected=expected, found=str(num_tokens), hint=hint)
+
+
+def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> None:
+    """Raise RequestError unless all are integers, Python's or NumPy's, of the vocabulary."""
+    for token_id in token_ids:
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or not 0 <= token_id < vocab_size:
+            raise RequestError.about(
+                "prompt token",
+                expected=f"an integer from 0 to {vocab_size - 1}",
+                found=shown(token_id),
+                hint="Encode the prompt with the tokenizer of the target.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from dflash_trt.core.chat_template_options import ChatMessage, reserved_problems
-from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.request import too_many_tokens
+from dflash_trt.core.request import check_token_ids, too_many_tokens
 
 if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.text import TextCodec
@@ -46,15 +44,7 @@ class PromptReader:
             raise RequestError.about("prompt", expected="at least 1 token", found="0", hint="Pass a prompt.")
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             raise too_many_tokens(len(token_ids), self._max_tokens)
-        for token_id in token_ids:
-            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            if not is_integer or not 0 <= token_id < self._vocab_size:
-                raise RequestError.about(
-                    "prompt token",
-                    expected=f"an integer from 0 to {self._vocab_size - 1}",
-                    found=shown(token_id),
-                    hint="Encode the prompt with the tokenizer of the target.",
-                )
+        check_token_ids(token_ids, self._vocab_size)
         return tuple(map(int, token_ids))  # NumPy integers would not go into JSON
 
     @property

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError, problem, raise_all
-from dflash_trt.core.request import too_many_tokens
+from dflash_trt.core.request import check_token_ids, too_many_tokens
 from dflash_trt.core.sampling import SamplingParams, sample_seed
 from dflash_trt.engine_dir.template_renderer import conversation_too_long, max_conversation_bytes, text_too_long
 from dflash_trt.servers.dynamo.echo import echo_problems
+from dflash_trt.servers.dynamo.settings import PromptLimits
 
 CHAT: Final = "chat/completions"
 COMPLETIONS: Final = "completions"
@@ -181,21 +182,23 @@ def _structured(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"json_schema": _ANY_OBJECT} if name == "json_object" else {_STRUCTURED[name]: item}
 
 
-def check_size(path: str, body: Mapping[str, Any], *, max_prompt_tokens: int, max_text_bytes: int) -> None:
-    """Raise RequestError if the prompt's size alone shows that it cannot fit.
+def check_prompt(path: str, body: Mapping[str, Any], limits: PromptLimits) -> None:
+    """Raise RequestError if the prompt's size alone shows that it cannot fit, or for a token id that is none.
 
-    The front end then need not tokenize it.
+    The front end would tokenize the one, and would not say what is wrong with the other.
     """
     if path == COMPLETIONS:
         prompts: Any = body.get("prompt")
         is_one = not isinstance(prompts, list) or not any(isinstance(item, str | list) for item in prompts)
         for prompt in [prompts] if is_one else prompts:
-            if isinstance(prompt, list) and len(prompt) > max_prompt_tokens:
-                raise too_many_tokens(len(prompt), max_prompt_tokens)
-            if isinstance(prompt, str) and (size := len(prompt.encode(errors="surrogatepass"))) > max_text_bytes:
-                raise text_too_long(size, max_text_bytes)
+            if isinstance(prompt, str) and (size := len(prompt.encode(errors="surrogatepass"))) > limits.max_text_bytes:
+                raise text_too_long(size, limits.max_text_bytes)
+            if isinstance(prompt, list):
+                if len(prompt) > limits.max_tokens:
+                    raise too_many_tokens(len(prompt), limits.max_tokens)
+                check_token_ids(prompt, limits.vocab_size)
         return
-    limit = max_conversation_bytes(max_text_bytes)
+    limit = max_conversation_bytes(limits.max_text_bytes)
     found = len(json.dumps([body.get(name) for name in _CONVERSATION]))
     if limit is not None and found > limit:
         raise conversation_too_long(found, limit)

@@ -25,7 +25,14 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.sampling import MAX_GRAMMAR_LEN
 from dflash_trt.engine_dir.template_renderer import max_conversation_bytes
 from dflash_trt.servers.dynamo.answers import as_error_object, error_object, joined
-from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, ApiRequest, check_size, read_api_request
+from dflash_trt.servers.dynamo.api_fields import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    ApiRequest,
+    check_prompt,
+    read_api_request,
+)
 from dflash_trt.servers.dynamo.connections import BACKLOG, Connections, max_connections, raise_file_limit
 from dflash_trt.servers.dynamo.echo import with_prompt
 from dflash_trt.servers.dynamo.event_streams import closed_events, cut_stream, joined_events, sample_events
@@ -127,7 +134,7 @@ class Gateway:
     """Handlers of one server; `session` opens and closes its connections to the front end."""
 
     def __init__(self, settings: GatewaySettings, *, limit: int) -> None:
-        conversation = max_conversation_bytes(settings.max_text_bytes) or _FRONTEND_MAX_BODY_BYTES
+        conversation = max_conversation_bytes(settings.prompts.max_text_bytes) or _FRONTEND_MAX_BODY_BYTES
         self.max_body_bytes = min(_FRONTEND_MAX_BODY_BYTES, conversation + _MAX_FIELD_BYTES)
         self.connections = Connections(limit)
         self.page = None if settings.page is None else read_page(settings.page)
@@ -164,9 +171,8 @@ class Gateway:
         """One of the three paths that generate text."""
         body = await _json_object(request)
         try:
-            settings = self._settings
-            check_size(path, body, max_prompt_tokens=settings.max_prompt_tokens, max_text_bytes=settings.max_text_bytes)
-            read = read_api_request(path, body, has_tool_call_parser=settings.has_tool_call_parser)
+            check_prompt(path, body, self._settings.prompts)
+            read = read_api_request(path, body, has_tool_call_parser=self._settings.has_tool_call_parser)
             bodies = [json.dumps(sample).encode() for sample in read.bodies]
         except RecursionError:
             raise _not_json("objects or lists nested too deep") from None

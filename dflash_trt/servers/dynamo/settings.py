@@ -65,8 +65,16 @@ class PageSettings(Frozen):
     baseline: str | None = None
 
 
+class PromptLimits(Frozen):
+    """Those of the engine's PromptReader, for whoever has no tokenizer."""
+
+    max_tokens: int
+    max_text_bytes: int
+    vocab_size: int
+
+
 class GatewaySettings(Frozen):
-    """The gateway's address, its front end's URL, and the engine's prompt limits: see PromptReader.
+    """The gateway's address, its front end's URL, and what prompts the engine takes.
 
     Without a tool call parser, requests with tools are refused. Without `page` there is none.
     """
@@ -74,8 +82,7 @@ class GatewaySettings(Frozen):
     host: str
     port: int
     frontend_url: str
-    max_prompt_tokens: int
-    max_text_bytes: int
+    prompts: PromptLimits
     has_tool_call_parser: bool
     page: PageSettings | None = None
 

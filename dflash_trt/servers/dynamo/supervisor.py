@@ -30,7 +30,7 @@ from dflash_trt.servers.dynamo.environment import (
     is_registered,
     local_environment,
 )
-from dflash_trt.servers.dynamo.settings import GatewaySettings, PageSettings, WorkerSettings, write_card
+from dflash_trt.servers.dynamo.settings import GatewaySettings, PageSettings, PromptLimits, WorkerSettings, write_card
 from dflash_trt.servers.dynamo.state_directory import state_directory
 from dflash_trt.serving.llm import open_request_reader
 
@@ -302,12 +302,16 @@ class Supervisor:
         engine = EngineDir.open(service.worker.engine_dir)
         max_text_bytes = open_request_reader(engine).prompts.max_text_bytes
         assert max_text_bytes is not None  # the engine has a tokenizer: see card_source
+        prompts = PromptLimits(
+            max_tokens=engine.manifest.build_config.max_seq_len - 1,
+            max_text_bytes=max_text_bytes,
+            vocab_size=engine.manifest.target.vocab_size,
+        )
         task = GatewaySettings(
             host=service.host,
             port=service.port,
             frontend_url=self._frontend_url,
-            max_prompt_tokens=engine.manifest.build_config.max_seq_len - 1,
-            max_text_bytes=max_text_bytes,
+            prompts=prompts,
             has_tool_call_parser=service.worker.tool_call_parser is not None,
             page=service.page,
         )

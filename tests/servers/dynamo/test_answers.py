@@ -15,9 +15,10 @@ from dflash_trt.core.sampling import sample_seed
 from dflash_trt.engine_dir.template_renderer import max_conversation_bytes
 from dflash_trt.servers.dynamo import connections
 from dflash_trt.servers.dynamo.answers import as_error_object, joined
-from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, check_size, read_api_request
+from dflash_trt.servers.dynamo.api_fields import CHAT, COMPLETIONS, RESPONSES, check_prompt, read_api_request
 from dflash_trt.servers.dynamo.connections import Connections, max_connections, raise_file_limit
 from dflash_trt.servers.dynamo.event_streams import StreamError, closed_events, joined_events
+from dflash_trt.servers.dynamo.settings import PromptLimits
 
 
 def usage(prompt: int, new: int, accepted: int | None = None) -> dict[str, Any]:
@@ -147,16 +148,25 @@ def test_a_stream_that_is_left_is_closed_at_once() -> None:
 
 
 def test_a_prompt_of_the_greatest_size_is_taken() -> None:
-    limits = {"max_prompt_tokens": 50, "max_text_bytes": 1000}
-    for prompt in ([1] * 50, [[1] * 50, [2]], "x" * 1000, ["x" * 1000, "é" * 500], None, [1] * 3):
-        check_size(COMPLETIONS, {"prompt": prompt}, **limits)
+    limits = PromptLimits(max_tokens=50, max_text_bytes=1000, vocab_size=9)
+    for prompt in ([1] * 50, [[1] * 50, [2]], "x" * 1000, ["x" * 1000, "é" * 500], None, [0, 8]):
+        check_prompt(COMPLETIONS, {"prompt": prompt}, limits)
     limit = max_conversation_bytes(1000)
     assert limit is not None
     for path, field in ((CHAT, "messages"), (RESPONSES, "input"), (RESPONSES, "instructions"), (CHAT, "tools")):
         others = len(json.dumps([""] + [None] * 4))
-        check_size(path, {field: "x" * (limit - others), "user": "y" * 99}, **limits)
+        check_prompt(path, {field: "x" * (limit - others), "user": "y" * 99}, limits)
         with pytest.raises(RequestError, match=f"at most {limit} bytes"):
-            check_size(path, {field: "x" * (limit - others + 1)}, **limits)
+            check_prompt(path, {field: "x" * (limit - others + 1)}, limits)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"), [([1, 9], "9"), ([-1], "-1"), ([[1], [2, 1.5]], "1.5"), ([True], "True"), ([None], "None")]
+)
+def test_a_token_id_that_is_none_is_refused_as_by_the_engine(prompt: Any, found: str) -> None:
+    limits = PromptLimits(max_tokens=50, max_text_bytes=1000, vocab_size=9)
+    with pytest.raises(RequestError, match=f"^prompt token: expected an integer from 0 to 8, found {found}. Encode"):
+        check_prompt(COMPLETIONS, {"prompt": prompt}, limits)
 
 
 def test_each_sample_is_a_request_with_its_seed() -> None:

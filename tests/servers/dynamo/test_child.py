@@ -16,15 +16,16 @@ pytest.importorskip("zmq", reason="needs the extra 'serve'")
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.servers.dynamo import child, contract, gateway
 from dflash_trt.servers.dynamo.environment import LOOPBACK
-from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings
+from dflash_trt.servers.dynamo.settings import GatewaySettings, PromptLimits, WorkerSettings
 from dflash_trt.servers.dynamo.supervisor import _Child
 from tests.servers.dynamo.serving import free_ports
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), model_name="m")
+PROMPTS = PromptLimits(max_tokens=1, max_text_bytes=1, vocab_size=1)
 
 
 def test_a_process_does_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: dict[str, Any] = {"max_prompt_tokens": 1, "max_text_bytes": 1, "has_tool_call_parser": False}
+    limits: dict[str, Any] = {"prompts": PROMPTS, "has_tool_call_parser": False}
     door = GatewaySettings(host="h", port=1, frontend_url="u", **limits)
     for place, name in ((gateway, "run_gateway"), (contract, "run_worker"), (contract, "run_frontend")):
         monkeypatch.setattr(place, name, lambda task, name=name: (name, task))
@@ -85,7 +86,7 @@ def is_answered(port: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
 def test_a_gateway_ends_well_with_a_signal_and_with_its_supervisor(tmp_path: Path, number: int | None) -> None:
     port = free_ports(1)
-    limits: dict[str, Any] = {"max_prompt_tokens": 1, "max_text_bytes": 1, "has_tool_call_parser": False}
+    limits: dict[str, Any] = {"prompts": PROMPTS, "has_tool_call_parser": False}
     task = GatewaySettings(host=LOOPBACK, port=port, frontend_url=f"http://{LOOPBACK}:1", **limits)
     door = _Child(name="gateway", task=task, environment=dict(os.environ), log_file=tmp_path / "log")
     door.start()

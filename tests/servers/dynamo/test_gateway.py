@@ -19,7 +19,7 @@ from dflash_trt.servers.dynamo.api_fields import read_api_request
 from dflash_trt.servers.dynamo.connections import BACKLOG, max_connections
 from dflash_trt.servers.dynamo.event_streams import events
 from dflash_trt.servers.dynamo.gateway import Gateway, make_app, open_gateway
-from dflash_trt.servers.dynamo.settings import GatewaySettings
+from dflash_trt.servers.dynamo.settings import GatewaySettings, PromptLimits
 from tests.servers.dynamo.serving import free_ports
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,8 +34,7 @@ def settings(url: str, *, port: int = 0) -> GatewaySettings:
         host="127.0.0.1",
         port=port,
         frontend_url=url,
-        max_prompt_tokens=50,
-        max_text_bytes=1000,
+        prompts=PromptLimits(max_tokens=50, max_text_bytes=1000, vocab_size=99),
         has_tool_call_parser=False,
     )
 

@@ -23,7 +23,14 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.servers.dynamo import contract, event_broker
 from dflash_trt.servers.dynamo import supervisor as module
 from dflash_trt.servers.dynamo.environment import LOOPBACK, forget_worker, is_registered, local_environment
-from dflash_trt.servers.dynamo.settings import GatewaySettings, PageSettings, WorkerSettings, card_source, check_package
+from dflash_trt.servers.dynamo.settings import (
+    GatewaySettings,
+    PageSettings,
+    PromptLimits,
+    WorkerSettings,
+    card_source,
+    check_package,
+)
 from dflash_trt.servers.dynamo.supervisor import Service, ServiceError, Supervisor, visible_gpus
 
 WORKER = WorkerSettings(engine_dir=Path("engine"), runtime=RuntimeConfig(seed=3), model_name="m", namespace="n")
@@ -37,7 +44,8 @@ def log() -> list[str]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]) -> Any:
     prompts = SimpleNamespace(max_text_bytes=1234)
-    engine = SimpleNamespace(manifest=SimpleNamespace(build_config=SimpleNamespace(max_seq_len=64)))
+    sizes = {"build_config": SimpleNamespace(max_seq_len=64), "target": SimpleNamespace(vocab_size=99)}
+    engine = SimpleNamespace(manifest=SimpleNamespace(**sizes))
     monkeypatch.setattr(module.EngineDir, "open", lambda path: engine)
     monkeypatch.setattr(module, "open_request_reader", lambda engine: SimpleNamespace(prompts=prompts))
     monkeypatch.setattr(module, "available_cores", lambda: 8)
@@ -99,8 +107,7 @@ def test_the_gateway_stands_before_the_front_end_which_is_on_loopback(make: Any,
         host="0.0.0.0",
         port=8123,
         frontend_url=f"http://{LOOPBACK}:{service._frontend_port}",
-        max_prompt_tokens=63,
-        max_text_bytes=1234,
+        prompts=PromptLimits(max_tokens=63, max_text_bytes=1234, vocab_size=99),
         has_tool_call_parser=False,
         page=page,
     )
