@@ -125,6 +125,8 @@ def test_rows_of_prompts_go_to_experts_as_the_rule_says() -> None:
     blocks, with_prompts = (engine.of(step) for step in steps)  # of as many tokens
     kinds = [{item.kind for item in step.exchanges if item.features == H} for step in (blocks, with_prompts)]
     assert kinds == [{"all_gather", "reduce_scatter"}, {"all_gather", "reduce_scatter", "all_to_all"}]
+    (told,) = (item for item in with_prompts.exchanges if item.features == 8)
+    assert told.num_bytes == told.count * 7 * 8, "a count of 64 bits from each of the other ranks"
     uneven = {(item.kind, item.rows) for item in engine.of(rows((64, 0)), shared_tokens=64).exchanges}
     assert {("all_gather", 8 * 64), ("all_reduce", 64)} <= uneven, "padded to the fullest, and summed over all"
 

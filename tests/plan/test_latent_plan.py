@@ -114,12 +114,16 @@ def test_ranks_that_divide_positions_hold_an_eighth_of_each_latent(kimi: PairSpe
     assert not [note for note in divided.notes if note.startswith("latent")]
     work = EngineWork(divided.pretrained_config, has_drafter=False)
     for num_requests, rows, count in ((4, 32, 61), (65, 260, 2 * 61)):
-        step = work.of(ComputedRows.decode(num_requests=num_requests, context_len=1000, num_draft_tokens=7))
+        rows_of_a_step = ComputedRows.decode(num_requests=num_requests, context_len=1000, num_draft_tokens=7)
+        step = work.of(rows_of_a_step)
         sums, queries, parts, logits = step.exchanges
         assert (sums.kind, logits.features) == ("all_reduce", 163840)
         assert (queries.kind, queries.count, queries.rows, queries.features) == ("all_gather", count, rows, 64 * 576)
         assert (parts.kind, parts.count, parts.rows, parts.features) == ("all_to_all", count, rows, 64 * 512)
         assert parts.num_bytes == count * rows * 64 * 512 * 2 * 7 / 8
+        assert [mixed.num_parts for mixed in step.mixings] == [8]
+    step = EngineWork(whole.pretrained_config, has_drafter=False).of(rows_of_a_step)
+    assert [mixed.num_parts for mixed in step.mixings] == [1], "each rank attends with its heads over all keys"
 
 
 def test_ranks_beyond_a_node_are_planned_as_if_they_were_one(kimi: PairSpecs) -> None:

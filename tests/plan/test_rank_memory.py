@@ -13,12 +13,14 @@ from triton.runtime.interpreter import InterpretedFunction
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.cuda.step_launches import LogitUse
 from dflash_trt.backends.padding import MAX_GRAPH_TOKENS, StepShape
-from dflash_trt.bench.machine_probes import ProbeSize, probe_specs
+from dflash_trt.bench.machine_probes import CPU_SIZES, ProbeSize, probe_specs
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.logit_rules import rules_bytes
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.dspark import DSparkHeads
 from dflash_trt.core.model.feed_forward import Dense, Moe
+from dflash_trt.core.model.mtp import MtpHead
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.attention_launch import INTERPRETER_MULTIPROCESSORS
 from dflash_trt.plan import rank_memory
@@ -179,6 +181,18 @@ def test_buffers_and_workspaces_are_those_of_the_executor(
     assert rank_memory.buffers_bytes(steps) == held
 
 
+def test_confidences_of_drafts_have_memory_in_the_results() -> None:
+    target, draft = probe_specs(CPU_SIZES[0])
+    limits = EngineLimits(max_batch_size=64, max_seq_len=64, max_num_tokens=512, max_draft_len=7, page_size=16)
+    sizes = []
+    for has_confidence in (False, True):
+        heads = DSparkHeads(rank=8, markov_type="vanilla", has_confidence=has_confidence)
+        spec = draft.model_copy(update={"algorithm": "dspark", "heads": heads})
+        steps = rank_memory.executor_limits(PretrainedConfig(target=target, draft=spec, dtype="float32"), limits)
+        sizes.append(rank_memory.buffers_bytes(steps))
+    assert 64 * 7 * 4 <= sizes[1] - sizes[0] < 64 * 7 * 4 + 512  # sections begin at multiples of 256 bytes
+
+
 def test_a_tensorrt_engine_has_memory_for_what_drafts_are_drawn_from(tmp_path: Path) -> None:
     """Two outputs of 4 bytes an element, which the slots take."""
     _, executor = make_executors(make_pair(tmp_path, "qwen3"), torch.device("cpu"))
@@ -251,7 +265,9 @@ WIDE = ProbeSize(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("part", ["target's MLP", "target's logits", "taps", "drafter's MLP", "drafter's logits"])
+@pytest.mark.parametrize(
+    "part", ["target's MLP", "target's logits", "taps", "projection", "drafter's MLP", "drafter's logits"]
+)
 def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -> None:
     """Elements of a step with 32 rows of logits and 64 tokens, where one of its parts is far larger than the others."""
     big = 1 << 16
@@ -268,6 +284,8 @@ def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -
             draft = draft.model_copy(update={"draft_vocab_size": size})
         if part == "taps":
             draft = draft.model_copy(update={"target_hidden_size": size})
+        if part == "projection":
+            draft = draft.model_copy(update={"hidden_size": size, "mtp": MtpHead()})
         config = PretrainedConfig.model_construct(
             target=target, draft=draft, dtype="float32", mapping=Mapping(world_size=tp_size, tp_size=tp_size)
         )
@@ -281,6 +299,9 @@ def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -
             "target's MLP": 64 * 3 * 64 // tp_size,
             "target's logits": 32 * 64 * gathered,
             "taps": 64 * len(draft.target_layer_ids) * 64,
+            "projection": 64
+            * 6
+            * 64,  # features of two positions, embeddings and features normed, joined, and the result
             "drafter's MLP": 32 * 3 * 64 // tp_size,
             "drafter's logits": 32 * 64 * gathered,
         }[part]

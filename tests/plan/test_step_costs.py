@@ -8,6 +8,8 @@ import pytest
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.plan.attention_work import MixingWork
 from dflash_trt.plan.exchanges import Exchange
 from dflash_trt.plan.gpus import Gpu, gpu_of
@@ -44,6 +46,7 @@ COSTS = StepCosts(
     host_request_s=23.0,
     is_host_hidden=False,
 )
+ROPE = RopeSpec(theta=1e4)
 MOE = Moe(num_experts=4, num_experts_per_token=2, intermediate_size=8, routing="top_k_softmax")
 WORK = StepWork(
     num_requests=3,
@@ -133,6 +136,14 @@ def test_a_format_without_a_fit_takes_that_of_unquantized_weights_of_its_kind(ex
     fit = fits[f"{kind} None"]
     expected = fit.latency_s + 1e9 / (4.8e12 * fit.memory_fraction)
     assert [FittedKernels(gpu).product(item).seconds for item in items] == [pytest.approx(expected)] * 2
+
+
+def test_rows_of_features_are_bytes_without_a_kernel_of_their_own() -> None:
+    attention, gqa = kernel_fits("h200")["attention"], Gqa(num_heads=2, num_kv_heads=1, head_dim=64, rope=ROPE)
+    features = replace(WORK.mixings[0], times=7, num_bytes=1e9)
+    alone, attended = (FittedKernels(gpu_of("h200")).mixing(replace(features, mixer=mixer)) for mixer in (None, gqa))
+    assert alone.seconds == pytest.approx(1e9 / (4.8e12 * attention.memory_fraction))
+    assert attended.seconds - alone.seconds == pytest.approx(7 * attention.latency_s)
 
 
 def test_a_rank_alone_needs_no_links() -> None:

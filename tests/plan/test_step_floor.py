@@ -188,6 +188,7 @@ def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) ->
     assert (found.num_logits, found.exchange_bytes) == (logits, (sums + logits) * 3 / 4 * 2)
     features = 2 * H + 3 * FFN // 4
     assert found.activation_bytes - alone.activation_bytes == 2 * 2 * 5 * 2 * features
+    assert [mixed.times for mixed in found.mixings if mixed.mixer is not None] == [LAYERS, 5], "once a pass"
 
 
 def test_an_mtp_head_reads_its_layer_its_projection_and_the_target_s_head_for_every_draft(tmp_path: Path) -> None:
