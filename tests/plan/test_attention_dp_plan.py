@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.specs import PairSpecs, with_draft_window
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.expert_exchange import exchange_costs, reached_fraction, sends_by_counts
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.mtp import MtpHead
+from dflash_trt.engine_dir import PretrainedConfig
 from dflash_trt.plan.gpus import gpu_of
 from dflash_trt.plan.kernel_fits import FittedKernels
 from dflash_trt.plan.planning import EnginePlan, plan_engine
@@ -147,6 +150,30 @@ def test_every_pass_of_a_drafter_exchanges_its_rows(tmp_path: Path) -> None:
         ("all_gather", 1, 2 * drafts, hidden),
         ("all_to_all", 1, drafts, made.target.vocab_size),
     ]
+
+
+def test_a_chain_embeds_its_slots_so_far_and_feeds_the_last_forward() -> None:
+    """On average 2 of the 4 slots of each request."""
+    target, draft = probe_specs(CPU_SIZES[0])
+    head = {"algorithm": "mtp", "mtp": MtpHead(), "mask_token_id": None, "layers": draft.layers[:1]}
+    head["target_layer_ids"] = (target.num_layers - 1,)
+    config = PretrainedConfig(
+        target=target,
+        draft=draft.model_copy(update=head),
+        dtype="float32",
+        mapping=Mapping(world_size=2, dp_size=2, ep_size=2),
+    )
+    step = rows((4, 9), (4, 5), drafts=3)
+    alone, both = (EngineWork(config, has_drafter=has_drafter).of(step).exchanges for has_drafter in (False, True))
+    assert [(item.kind, item.count, item.rows, item.features) for item in both[len(alone) :]] == [
+        ("all_gather", 3, 2 * 4, 1),
+        ("reduce_scatter", 3, 2 * 4, target.hidden_size),
+        ("all_gather", 3, 2 * 2, target.hidden_size),
+        ("reduce_scatter", 3, 2 * 2, target.hidden_size),
+        ("all_gather", 3, 2 * 2, target.hidden_size),
+        ("all_to_all", 3, 2, target.vocab_size),
+    ]
+    assert (alone[0].count, both[0].count) == (1, 2), "a chain embeds the tokens of the step, too"
 
 
 def advice(root: Path, target: str) -> list[Layout]:

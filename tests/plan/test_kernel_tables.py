@@ -1,5 +1,6 @@
 """Looked-up kernel times against the rows of NVIDIA's tables, and fitted ones against looked-up ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
@@ -51,7 +53,7 @@ def product(n: int, k: int, num_rows: float, name: str | None = None, count: flo
 
 
 def mixing(
-    mixer: Gqa | Mla, tokens: list[int], seen: list[int], *, block_size: int = 1, itemsize: int = 2
+    mixer: Gqa | Mla | GatedDelta, tokens: list[int], seen: list[int], *, block_size: int = 1, itemsize: int = 2
 ) -> MixingWork:
     return MixingWork(
         mixer=mixer,
@@ -169,6 +171,26 @@ def test_latents_of_a_block_are_a_decode_step_of_more_heads(h200: KernelTables) 
     one, block, long = (h200.mixing(mixing(mla, [tokens] * 8, [4096] * 8, block_size=tokens)) for tokens in (1, 8, 32))
     assert one is not None and block is not None and long is not None
     assert one.seconds < block.seconds < 8 * one.seconds and block.seconds < long.seconds
+
+
+@pytest.mark.parametrize(("seen", "keys"), [(4088, 512), (4089, 513)])
+def test_ranks_that_divide_positions_attend_for_the_requests_of_all(
+    h200: KernelTables, monkeypatch: pytest.MonkeyPatch, seen: int, keys: int
+) -> None:
+    """Each to an eighth of the keys, those of its own tokens among them."""
+    asked = []
+    monkeypatch.setattr(h200, "_decode", lambda *given: asked.append(given[2:]))
+    mla = Mla(num_heads=16, latent_dim=512, nope_dim=128, rope_dim=64, v_head_dim=128, rope=ROPE, scale=0.1)
+    h200.mixing(replace(mixing(mla, [8] * 4, [seen] * 4, block_size=8), num_parts=8))
+    assert asked == [(8 * 4, keys)]
+
+
+def test_a_delta_net_takes_half_as_long_for_each_further_token_of_a_block(h200: KernelTables) -> None:
+    net = GatedDelta(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_size=4)
+    one, block, prompt = (h200.mixing(mixing(net, [n] * 8, [100] * 8, block_size=min(n, 8))) for n in (1, 8, 512))
+    assert one is not None and block is not None and prompt is not None
+    assert block.seconds == pytest.approx(4.5 * one.seconds)
+    assert block.seconds < prompt.seconds < 8 * 512 * one.seconds, "each prompt in chunks"
 
 
 def test_an_all_reduce_is_found_by_ranks_and_size(h200: KernelTables) -> None:
