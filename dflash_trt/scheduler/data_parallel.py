@@ -46,8 +46,7 @@ class DataParallelScheduler:
         self._lengths = [
             _RankDraftLength(self._policy, first_slot=rank * limits.max_batch_size) for rank in range(num_ranks)
         ]
-        of_rank = replace(self.config, max_queue_len=None)
-        self.ranks = [Scheduler(limits, of_rank, length) for length in self._lengths]
+        self.ranks = [Scheduler(limits, self.config, length) for length in self._lengths]
         self._planned: deque[tuple[PlannedStep, list[PlannedStep]]] = deque()
         self._num_steps = Counter[int]()  # by K
         self._num_arrivals = 0
@@ -132,7 +131,7 @@ class DataParallelScheduler:
         for rank, own_step, own_result in zip(self.ranks, steps, results, strict=True):
             rank.settle(own_step, own_result)
         if result is not None:
-            self._num_steps[max(own.plan.rows.num_draft_tokens for own in steps)] += 1
+            self._num_steps[joint.plan.rows.num_draft_tokens] += 1
 
     def events(self, *, elapsed_s: float | None = None) -> list[TokenEvent]:
         events = [event for rank in self.ranks for event in rank.events(elapsed_s=elapsed_s)]

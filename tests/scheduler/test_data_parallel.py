@@ -134,6 +134,52 @@ def test_what_waits_moves_to_the_rank_where_it_costs_least() -> None:
     assert [sorted(rank.request_ids()) for rank in ranks] == [["long"], [], ["waiting"]]
 
 
+def test_what_waits_overtakes_nobody_on_another_rank() -> None:
+    """Rank 1 has pages for the small request of rank 0, but a large one waits for them."""
+    driver = make_ranks(2, limits=make_limits(num_pages=16), draft_rule=always_wrong, enable_prefix_caching=False)
+    ranks = ranks_of(driver)
+    for rank, name, num_tokens in ((0, "long", 50), (1, "short", 30)):
+        ranks[rank].add(make_request(name, range(num_tokens), max_new_tokens=14))
+    for _ in range(4):
+        step = driver.scheduler.plan()
+        driver.scheduler.commit(step, driver.executor.submit(step.plan).result())
+    small = make_request("small", range(12), max_new_tokens=4)
+    for rank, request in ((1, make_request("large", range(40), max_new_tokens=4)), (0, small)):
+        ranks[rank].add(request)
+    driver.scheduler.plan()
+    assert [rank.request_ids() for rank in ranks] == [{"long", "small"}, {"short", "large"}]
+    driver.scheduler.abandon()
+    ranks[1].end("large", "cancelled")
+    driver.scheduler.plan()
+    assert ranks[1].request_ids() == {"short", "small"}
+
+
+def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
+    driver = make_ranks(2, limits=make_limits(max_batch_size=1))
+    for name in ("a", "b", "c", "d"):
+        driver.add(make_request(name, [1], max_new_tokens=20))
+    driver.step()
+    assert driver.scheduler.preempt("a")
+    waiting = ranks_of(driver)[0].next_waiting()
+    assert waiting is not None and waiting.request_id == "a"
+
+
+def test_of_two_planned_steps_the_last_is_abandoned() -> None:
+    driver = make_ranks(2)
+    requests = [make_request(f"r{i}", [i, 1, 2]) for i in range(3)]
+    for request in requests:
+        driver.add(request)
+    first = driver.scheduler.plan()
+    driver.scheduler.plan()
+    driver.scheduler.abandon()
+    events = driver.scheduler.commit(first, driver.executor.submit(first.plan).result())
+    tokens = {event.request_id: [*event.token_ids] for event in events}
+    driver.run()
+    for request in requests:
+        rest = driver.tokens[request.request_id]
+        assert [*tokens[request.request_id], *rest] == expected_tokens(driver.executor, request)
+
+
 def test_pages_decide_too_where_a_request_may_run() -> None:
     """It does not fit beside a long context, though there is a place."""
     limits = make_limits(num_pages=16, page_size=4)
