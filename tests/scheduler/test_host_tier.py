@@ -205,14 +205,52 @@ def test_what_comes_back_and_leaves_again_was_used_after_what_left_meanwhile() -
     assert [node.is_on_host(0) for node in second] == [True, False], "its end goes first"
 
 
+def test_what_leaves_again_was_used_after_what_left_while_it_was_there() -> None:
+    store = PageStore(4, PAGE_SIZE, num_host_pages=4)
+    first = evicted(store, [1, 2, 3, 4])
+    with store.host.pinned(first):
+        held = store.retain(first)
+    second = evicted(store, [5, 6, 7, 8])
+    store.release(held)
+    store.release(store.allocate(4))
+    evicted(store, [9, 10])
+    assert [node.is_on_host(0) for node in (*first, *second)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_of_a_path_that_was_used_the_end_leaves_first(is_published: bool) -> None:
+    """Whether it has its places for long, or is copied to new ones for a store."""
+    store = PageStore(4, PAGE_SIZE, num_host_pages=3)
+    store.host.note_arrivals()
+    path = keep(store, [1, 2, 3, 4])[1] if is_published else evicted(store, [1, 2, 3, 4])
+    with store.host.pinned(path):
+        store.publish(path)
+    for tokens in ([5, 6], [7, 8]):
+        evicted(store, tokens)
+    assert [node.is_on_host(0) for node in path] == [True, False]
+
+
+def test_what_comes_back_is_no_arrival() -> None:
+    store = PageStore(4, PAGE_SIZE, num_host_pages=4)
+    store.host.note_arrivals()
+    path = evicted(store, [1, 2, 3, 4])
+    store.host.settle(store.host.take_copies())
+    assert store.host.take_arrivals(9) == [(node, False) for node in reversed(path)]
+    with store.host.pinned(path):
+        store.retain(path)
+    store.host.settle(store.host.take_copies())
+    assert not store.host.has_arrivals
+
+
 def test_copies_of_a_step_that_did_not_run_come_first_in_the_next() -> None:
     store = PageStore(2, PAGE_SIZE, num_host_pages=4)
     evicted(store, [1, 2])
     first = store.host.take_copies()
     evicted(store, [3, 4])
     store.host.take_back(first)
+    assert store.host.num_offloaded_pages == 0
     assert [copy[3] for copy in copies_of(store)] == [0, 1]
-    assert store.host.take_copies() is NO_PAGE_COPIES
+    assert store.host.take_copies() is NO_PAGE_COPIES and store.host.num_offloaded_pages == 2
 
 
 def test_runs_have_one_kind_and_no_place_twice() -> None:

@@ -223,6 +223,22 @@ def test_only_blocks_after_which_a_request_could_begin_are_loaded() -> None:
     assert wanted == [*(blocks[0] for blocks in found[:4]), Block(key=keys[3], is_state=True)]
 
 
+def test_a_state_is_loaded_without_the_pages_that_are_there() -> None:
+    """Of the prompt's first three blocks the engine has the pages, but the snapshot is another request's now."""
+    limits = make_limits(num_pages=40, num_host_pages=40, num_snapshots=1, num_host_snapshots=1)
+    driver = Driver(Scheduler(limits), FakeExecutor(limits))
+    store = ToyStore()
+    store.attach(driver.scheduler, driver.executor)
+    for name, prompt in (("a", PROMPT[:13]), ("b", [99] * 9), ("c", [98] * 9)):
+        driver.add(make_request(name, prompt, max_new_tokens=1))
+        driver.run()
+    keys = store.prefixes.keys(PROMPT, salt="")
+    assert store.prefixes.num_known(PROMPT, salt="") == 0
+    found = [[Block(key=key, is_state=kind, groups=int(not kind)) for kind in (False, True)] for key in keys]
+    wanted = [transfer.block.name for transfer in store.prefixes.begin_loading(PROMPT, found, start=0, salt="")]
+    assert wanted == [(keys[3], False), (keys[4], False), (keys[4], True)]
+
+
 def test_what_comes_takes_no_place_from_its_beginning() -> None:
     """The first two pages of the prompt are in the only places that there are."""
     limits = make_limits(num_host_pages=2, num_pages=16)
