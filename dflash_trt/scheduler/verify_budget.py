@@ -33,7 +33,7 @@ class ConfidenceRates:
 
     def rates(self, confidence: Array, usual: Array) -> Array:
         """Of drafts with a confidence [R, K]; where it is NaN, the usual rate [K] by position."""
-        rates = (self._accepted / self._reached)[np.searchsorted(self._EDGES, confidence, side="right")]
+        rates = (self._accepted / self._reached)[self._bins(confidence)]
         found: Array = np.where(np.isnan(confidence), usual, rates)
         return found
 
@@ -41,10 +41,13 @@ class ConfidenceRates:
         columns = np.arange(confidence.shape[1])
         is_accepted = columns < num_accepted[:, None]
         is_tested = (columns < np.minimum(num_accepted + 1, num_candidates)[:, None]) & ~np.isnan(confidence)
-        bins = np.searchsorted(self._EDGES, confidence, side="right")
+        bins = self._bins(confidence)
         for counts, is_counted in ((self._reached, is_tested), (self._accepted, is_tested & is_accepted)):
             counts *= _CONFIDENCE_DECAY
             counts += np.bincount(bins[is_counted], minlength=len(counts))
+
+    def _bins(self, confidence: Array) -> Array:
+        return np.searchsorted(self._EDGES, confidence, side="right")
 
 
 class RequestRates:
