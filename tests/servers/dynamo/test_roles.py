@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,7 +25,7 @@ from dflash_trt.servers.dynamo.rooms import port_of
 from dflash_trt.servers.dynamo.service import _blocks
 from dflash_trt.serving import nixl_blocks
 from dflash_trt.serving.llm import LLM
-from dflash_trt.serving.nixl_blocks import BlockReceiver, BlockSender
+from dflash_trt.serving.nixl_blocks import BlockReceiver, BlockSender, RemoteBlock
 from scripts import prefill_apart
 from tests.servers.dynamo.serving import Server, free_ports, serving
 
@@ -283,6 +284,51 @@ def test_a_prompt_whose_decode_worker_left_before_it_began_is_not_computed() -> 
     asyncio.run(run())
 
 
+def test_a_prompt_that_begins_late_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decode worker waited for it in vain, and has begun alone."""
+    monkeypatch.setattr(rooms, "_BEGINS_S", 0.05)
+
+    async def run() -> None:
+        async with Room() as room:
+            await asyncio.wait_for(room.reading(), 5)
+            assert room.prefill.passed_on(room.request) is None
+
+    asyncio.run(run())
+
+
+def test_the_oldest_room_is_forgotten_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "_MAX_ROOMS", 2)
+    ours = rooms.Rooms("ours")
+    for number in (1, 2, 3, 3):
+        with ours.computing(number, lambda: None):
+            pass
+    assert [*ours._rooms] == [2, 3]
+
+
+def test_a_room_tells_of_each_block_once() -> None:
+    """However many come at a time: a line has a hundred at most."""
+    told: list[RemoteBlock] = []
+    blocks = [RemoteBlock(key="ff", is_state=False, groups=1, address=n, num_bytes=1, checksum=2) for n in range(230)]
+    sender: Any = SimpleNamespace(metadata=b"here")
+    receiver: Any = SimpleNamespace(learn=lambda metadata, new: told.extend(new))
+
+    async def run() -> None:
+        async with Room() as room:
+            ours = rooms.Rooms("ours", sender)
+            server = await ours.listen("127.0.0.1")
+            room.request["bootstrap_info"]["bootstrap_port"] = port_of(server)
+            async with rooms.visiting(room.request["bootstrap_info"], "ours", receiver) as ended:
+                with ours.computing(7, lambda: None):
+                    for stop in (1, 3, 230):
+                        ours._room(7).add(blocks[len(told) : stop])
+                        await room.until(lambda stop=stop: len(told) == stop)
+                await asyncio.wait_for(ended, 5)
+            server.close()
+
+    asyncio.run(run())
+    assert told == blocks
+
+
 def test_a_decode_worker_goes_on_alone_without_the_prefill_worker() -> None:
     """Nobody listens, or the connection breaks in the middle of a line."""
 
@@ -415,3 +461,4 @@ def test_a_role_needs_the_directory_that_both_share() -> None:
         runtime_of("decode", plain)
     shared = RuntimeConfig(disk_cache_dir="/disk")
     assert [runtime_of(role, shared).publish_prompts for role in ("prefill", "decode")] == [True, False]
+    assert runtime_of("decode", shared.replaced(publish_prompts=True)).publish_prompts
