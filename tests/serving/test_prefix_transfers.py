@@ -4,6 +4,8 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -217,6 +219,7 @@ def test_a_lost_device_takes_its_places_along(root: Path, store: GatedDirectory)
     assert hits(waiting) == 0
     with patch.object(PrefixTransfers, "_is_faster", return_value=True):
         assert hits(engine.submit("next", TALKS[1])) == 28, "into the new places"
+    until(lambda: local._transfers is not None and local._transfers._num_saving == 0)
     local.close()
     local.check_integrity()
 
@@ -260,6 +263,17 @@ def test_blocks_that_the_store_has_are_not_written_again(engine: Engine, store: 
     until(lambda: len(store.writing) > 6 and engine.loop.has_kept([]))
     blocks = {engine.loop.prefix_keys(TALKS[index], salt="")[0]: index for index in (0, 3)}
     assert {blocks.get(block.key) for block in store.writing} - {None} == {3}
+
+
+def test_at_most_a_quarter_of_the_places_is_being_saved() -> None:
+    asked: list[int] = []
+    given: Any = SimpleNamespace(num_places=16, publishes_all=False, arrivals=asked.append)
+    transfers = PrefixTransfers(given, given, given, place_bytes=lambda *place: [], wake=lambda: None)
+    for num_saving in (0, 3, 4):
+        transfers._num_saving = num_saving
+        transfers.advance()
+    assert asked == [4, 1]
+    transfers.close()
 
 
 def test_a_read_that_failed_tells_nothing_of_the_speed_of_others(engine: Engine, store: GatedDirectory) -> None:
