@@ -1,6 +1,7 @@
 """Experts and sinks as ops: experts in either form agree, and a row gets what it gets alone."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +75,11 @@ def test_separate_experts_give_what_stacked_ones_give(moe: Moe) -> None:
     x, choice = rows_and_choice(moe, experts, 37)
     expected = run_chosen_experts(x, experts, moe, choice)
     torch.testing.assert_close(run_chosen_experts(x, separated(experts), moe, choice), expected, rtol=0, atol=1e-6)
-    other = Choice(choice.expert_ids, choice.weights.flip(1))
+    part = replace(experts, first_expert=1, choice_bias=choice.weights, expert_scales=choice.weights)
+    found, expected = separated(part), run_chosen_experts(x, part, moe, choice)
+    torch.testing.assert_close(run_chosen_experts(x, found, moe, choice), expected, rtol=0, atol=1e-6)
+    assert found.choice_bias is part.choice_bias and found.expert_scales is part.expert_scales
+    other, expected = Choice(choice.expert_ids, choice.weights.flip(1)), run_chosen_experts(x, experts, moe, choice)
     assert (run_chosen_experts(x, separated(experts), moe, other) - expected).abs().max() > 0.01
 
 
