@@ -230,6 +230,9 @@ def test_what_pytorch_computes_is_never_recorded() -> None:
         expected = compute().clone()
         results, some = repeated(compute, lambda: None)
         assert not some._programs and all(torch.equal(result, expected) for result in results)
+    computed: list[int] = []
+    repeated(lambda: added(x, x) * (computed.append(1) or 2), lambda: None, times=5)
+    assert len(computed) == 6, "the second time also in vain, to be recorded, and not again"
 
 
 @torch.inference_mode()

@@ -271,6 +271,15 @@ def test_prefill_workers_write_blocks_that_the_others_read(prompt: int, num_requ
     assert layout.is_untried and not replace(layout, num_prefill_workers=0).is_untried
 
 
+@pytest.mark.parametrize(("num_requests", "together"), [(1, 1), (2, 3), (64, 4)])
+def test_prefill_workers_compute_prompts_of_the_others_requests_together(num_requests: int, together: int) -> None:
+    """Two compute for three replicas; with few bytes and short answers they are what limits all."""
+    layout = timed(100, 1, num_prefill_workers=2)
+    layout.made.pages.bytes_per_token = 1000  # type: ignore[misc,union-attr]
+    prompt_s = step_s(together, 100, 0, 3) / together + 100_000 / 64e9
+    assert layout.speed(num_requests, 3).output_tok_per_s == pytest.approx(0.9 * 2 / prompt_s)
+
+
 @pytest.mark.parametrize(("num_requests", "most"), [(50, 3), (100, 3), (101, 2), (200, 1), (201, 0), (400, 0)])
 def test_k_leaves_every_request_its_tokens_in_a_step(num_requests: int, most: int) -> None:
     layout = timed(10, 1000, acceptance=AcceptanceByPosition((1.0,) * 9))

@@ -183,6 +183,9 @@ def test_a_report_says_each_number_of_a_point_with_its_unit() -> None:
     ]
     arrivals = replace(report, points=(replace(slow, tok_per_s_per_user=90.0),), per_user=(80.0,)).lines()
     assert any("80 tok/s per user: AR, tp2x1, 2.5 requests/s, 500 tok/s per GPU" in line for line in arrivals)
+    spent = {"c": 100.0, "d": 0.6, "e": 0.4}  # half a percent of it all is named
+    shares = replace(report, points=(replace(POINT, device_s_by_source=spent),)).lines()
+    assert "where the device's time comes from: c 99%, d 1%" in shares
     best = [(item["per_user_tok_per_s"], item["point"]) for item in report.as_json()["best"]]
     assert best == [(50.0, asdict(POINT)), (80.0, None)]
 
