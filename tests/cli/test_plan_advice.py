@@ -188,6 +188,20 @@ def test_the_sensitivity_begins_from_the_choice(pair, invoke) -> None:
     assert {name: same[name] for name in first} == first
 
 
+def test_a_refusal_has_the_best_of_all_layouts(pair, invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def layout(per_user: float, first_s: float, most: float) -> SimpleNamespace:
+        speed = SimpleNamespace(
+            tok_per_s_per_user=per_user, time_to_first_token_s=first_s, output_tok_per_s=most, num_requests=1
+        )
+        return SimpleNamespace(best_k={1: speed}.__getitem__, by_batch_size={1: speed})
+
+    found = [layout(50, 0.02, 900), layout(70, 0.03, 800)]
+    monkeypatch.setattr("dflash_trt.simulation.advice.layouts", lambda *given: (found, []))
+    told = invoke("plan", *pair, *NODE, "--ttft", 1).stderr
+    assert "A single user gets at most 70 tok/s, and a first token in 20.0 ms at best." in told
+    assert "All users together get at most 900 tok/s." in told
+
+
 def test_a_measured_machine_is_what_the_times_rest_on(pair, invoke, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(MACHINE.model_copy(update={"memory_bytes": 64 << 30}).text())
