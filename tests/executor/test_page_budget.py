@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from dflash_trt.backends import page_budget
-from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
+from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages, plan_pages
 from dflash_trt.backends.page_groups import PageNeeds, StepSizes
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
@@ -14,7 +14,7 @@ from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.core.state_spec import EngineStates, Recurrent
-from dflash_trt.core.step_plan import ExecutorLimits, decode_pages
+from dflash_trt.core.step_plan import ExecutorLimits, PageWindow, decode_pages
 from dflash_trt.engine_dir.manifest import EngineManifest
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.executor.rank_engines import build, make_zlab_pair
@@ -250,6 +250,16 @@ def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes
     assert over_nodes.num_pages == 2 * halved.num_pages  # a node's memory is for its own rank
     with pytest.raises(CapacityError, match=f"at most {host_bytes // 2} bytes, which are free beside"):
         plan_engine_pages(two, RuntimeConfig(nnodes=2, master_addr="x", host_cache_bytes=host_bytes // 2 + 1))
+
+
+def test_all_that_ranks_have_a_number_of_is_as_many_as_the_fewest_have() -> None:
+    counts = {"num_pages": 9, "num_snapshots": 8, "num_windows": 7, "num_host_pages": 6, "num_host_snapshots": 5}
+    windows = (PageWindow(16, 4), PageWindow(32, 3))
+    sizes = {"page_size": 16, "target_bytes_per_token": 64, "draft_bytes_per_token": 8, "max_seq_len": 64}
+    own = PagePlan(**sizes, **counts, page_windows=windows, window_bytes_per_token=(8, 8))
+    fewest = {name: count - 1 for name, count in counts.items()}
+    expected = replace(own, **fewest, page_windows=(PageWindow(16, 3), PageWindow(32, 2)))
+    assert own.agreed(lambda count: count - 1) == expected
 
 
 def test_an_engine_run_without_its_drafter_has_no_draft_pages(manifest: EngineManifest) -> None:
