@@ -16,6 +16,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor.ranks import executor as ranks
 from dflash_trt.executor.ranks import launcher, messages, shard, worker
+from dflash_trt.executor.ranks.executor import RankedExecutor
 from dflash_trt.executor.ranks.launcher import RankWorkers
 from dflash_trt.executor.ranks.messages import GoOn, OpenShard, Raised, RankGoneError, RankProcess, RunLogits, Stop
 from dflash_trt.executor.ranks.shard import ShardOptions
@@ -159,6 +160,17 @@ def test_a_worker_opens_the_engine_with_the_window_of_its_order(
     order = OpenShard(engine_dir="dir", rank=1, options=options_of(tmp_path, draft_window=9))
     found: Any = order.open(group)  # type: ignore[arg-type]
     assert found == (("windowed", 9), 1, group, order.options)
+
+
+def test_places_of_all_ranks_are_found_by_their_number_and_kind() -> None:
+    """Two places of pages and four of snapshots on each of three ranks."""
+    own = memoryview(b"own")
+    limits = SimpleNamespace(num_host_pages=2, num_host_snapshots=4)
+    local: Any = SimpleNamespace(limits=limits, place_bytes=lambda place, is_state: [own])
+    places: list[Any] = [{False: b"pages%d-PAGES%d-" % (n, n), True: b"a%db%dc%dd%d" % (n, n, n, n)} for n in (1, 2)]
+    executor = RankedExecutor(local, *([None] * 2), num_threads=1, places=places)  # type: ignore[arg-type]
+    assert [bytes(part) for part in executor.place_bytes(1, False)] == [b"own", b"PAGES1-", b"PAGES2-"]
+    assert [bytes(part) for part in executor.place_bytes(1, True)] == [b"own", b"b1", b"b2"]
 
 
 def test_a_report_of_a_failure_tells_a_users_mistake_from_a_bug() -> None:
