@@ -219,6 +219,16 @@ def test_a_program_reads_its_inputs_anew_and_keeps_its_memory() -> None:
 
 
 @torch.inference_mode()
+def test_of_memory_that_is_free_the_smallest_serves_that_is_large_enough() -> None:
+    memory = programs.Memory()
+    with memory:
+        large, small = torch.empty(100), torch.empty(10)
+        del large, small
+        kept = [torch.empty(size) for size in (10, 100)]
+    assert len(memory.blocks) == len(kept) == 2
+
+
+@torch.inference_mode()
 def test_what_pytorch_computes_is_never_recorded() -> None:
     x = torch.ones(5, 8)
     for compute in (
