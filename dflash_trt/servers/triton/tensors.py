@@ -4,7 +4,7 @@ Knows the names of two contracts, both accepted at the same time: `llmapi` is wh
 triton_backend/all_models/llmapi takes, `bls` what its tensorrt_llm_bls and ensemble take.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingField
@@ -36,16 +36,24 @@ class InputTensor:
         return (-1,) if self.is_list else (1,)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class OutputTensor:
     """One output, in every response or only the last; `asked_by` is the field that requests it, if any."""
 
     name: str
     type: TensorType
     meaning: str
-    when: Literal["every", "last"]
+    _: KW_ONLY
+    when: Literal["every", "last"] = "last"
     dims: tuple[int, ...] = (1,)
     asked_by: str | None = None
+
+
+def _input(
+    name: str, type: TensorType, meaning: str, *, contract: Contract = "own", field: str = "", is_list: bool = False
+) -> InputTensor:
+    """An input under one name; its field has that name, too, unless another is given."""
+    return InputTensor(name=name, type=type, field=field or name, meaning=meaning, contract=contract, is_list=is_list)
 
 
 def _pair(
@@ -54,14 +62,10 @@ def _pair(
     """An input under its names in both contracts; None as `llmapi` means that only the other one has it."""
     names: tuple[tuple[str | None, Contract], ...] = ((bls, "bls"), (llmapi, "llmapi"))
     return tuple(
-        InputTensor(name=name, type=type, field=field, meaning=meaning, contract=contract, is_list=is_list)
+        _input(name, type, meaning, contract=contract, field=field, is_list=is_list)
         for name, contract in names
         if name is not None
     )
-
-
-def _own(field: str, type: TensorType, meaning: str, *, is_list: bool = False) -> InputTensor:
-    return InputTensor(name=field, type=type, field=field, meaning=meaning, contract="own", is_list=is_list)
 
 
 def _neutral(
@@ -81,9 +85,9 @@ def _top_outputs(prefix: str, when: Literal["every", "last"], of: str, asked_by:
     )
     return tuple(
         OutputTensor(
-            name=f"{prefix}_top_{kind}",
-            type=type,
-            meaning=f"{words} {of}: [tokens, `{asked_by}`].",
+            f"{prefix}_top_{kind}",
+            type,
+            f"{words} {of}: [tokens, `{asked_by}`].",
             when=when,
             dims=(-1, -1),
             asked_by=asked_by,
@@ -97,29 +101,27 @@ def _sampling(row: SamplingField) -> tuple[InputTensor, ...]:
     type: TensorType = "UINT64" if row.dtype == "int64" else _TYPES[row.kind]
     meaning = f"[`{row.name}`](settings.md#sampling)." + _ADDED_MEANING.get(row.name, "")
     if row.trtllm_names is None:
-        return (_own(row.name, type, meaning, is_list=row.is_list),)
+        return (_input(row.name, type, meaning, is_list=row.is_list),)
     return _pair(row.name, type, *row.trtllm_names, meaning, is_list=row.is_list)
 
 
 INPUTS: tuple[InputTensor, ...] = (
-    InputTensor(
-        name="text_input",
-        type="STRING",
-        field="text_input",
-        meaning="The prompt as text; the user's message where the model was deployed with `--chat`.",
+    _input(
+        "text_input",
+        "STRING",
+        "The prompt as text; the user's message where the model was deployed with `--chat`.",
         contract="bls",
     ),
-    _own("messages", "STRING", "The prompt as a conversation: a JSON list of objects with `role` and `content`."),
-    _own("input_ids", "INT32", "The prompt as token ids.", is_list=True),
+    _input("messages", "STRING", "The prompt as a conversation: a JSON list of objects with `role` and `content`."),
+    _input("input_ids", "INT32", "The prompt as token ids.", is_list=True),
     *_pair("stream", "BOOL", "stream", "streaming", "One response per verify step instead of one in all."),
     # The contracts ask for log-probabilities in two ways of their own, below.
     *(tensor for row in SAMPLING_FIELDS if row.name != "logprobs" for tensor in _sampling(row)),
-    InputTensor(name="num_return_sequences", type="INT32", field="n", meaning="The same as `n`.", contract="bls"),
-    InputTensor(
-        name="end_id",
-        type="INT32",
-        field="end_id",
-        meaning="Stop after this token instead of the model's end-of-sequence ids; -1: after none.",
+    _input("num_return_sequences", "INT32", "The same as `n`.", contract="bls", field="n"),
+    _input(
+        "end_id",
+        "INT32",
+        "Stop after this token instead of the model's end-of-sequence ids; -1: after none.",
         contract="bls",
     ),
     *_pair(
@@ -129,34 +131,10 @@ INPUTS: tuple[InputTensor, ...] = (
         "sampling_param_exclude_input_from_output",
         "False: the output begins with the prompt, text and ids. Unset: true.",
     ),
-    InputTensor(
-        name="return_log_probs",
-        type="BOOL",
-        field="return_log_probs",
-        meaning="Give `output_log_probs` and `cum_log_probs`.",
-        contract="bls",
-    ),
-    InputTensor(
-        name="return_cumulative_logprob",
-        type="BOOL",
-        field="return_cumulative_logprob",
-        meaning="Give `cumulative_logprob`.",
-        contract="llmapi",
-    ),
-    InputTensor(
-        name="return_finish_reason",
-        type="BOOL",
-        field="return_finish_reason",
-        meaning="`finish_reason` is given unless this is false.",
-        contract="llmapi",
-    ),
-    InputTensor(
-        name="return_stop_reason",
-        type="BOOL",
-        field="return_stop_reason",
-        meaning="Give `stop_reason`.",
-        contract="llmapi",
-    ),
+    _input("return_log_probs", "BOOL", "Give `output_log_probs` and `cum_log_probs`.", contract="bls"),
+    _input("return_cumulative_logprob", "BOOL", "Give `cumulative_logprob`.", contract="llmapi"),
+    _input("return_finish_reason", "BOOL", "`finish_reason` is given unless this is false.", contract="llmapi"),
+    _input("return_stop_reason", "BOOL", "Give `stop_reason`.", contract="llmapi"),
     *_pair(
         "return_perf_metrics",
         "BOOL",
@@ -164,24 +142,22 @@ INPUTS: tuple[InputTensor, ...] = (
         "sampling_param_return_perf_metrics",
         "Give the times and `kv_cache_hit_rate`; what concerns drafts is always given.",
     ),
-    InputTensor(
-        name="stop",
-        type="BOOL",
-        field="cancel",
-        meaning="True: no prompt, but the end of the request that runs under this request's id.",
+    _input(
+        "stop",
+        "BOOL",
+        "True: no prompt, but the end of the request that runs under this request's id.",
         contract="llmapi",
+        field="cancel",
     ),
-    InputTensor(
-        name="pad_id", type="INT32", field="pad_id", meaning="Any value: no output is ever padded.", contract="bls"
-    ),
-    _own(
+    _input("pad_id", "INT32", "Any value: no output is ever padded.", contract="bls"),
+    _input(
         "chat_template_kwargs",
         "STRING",
         'Variables of the chat template as a JSON object, `{"enable_thinking": false}` for example.',
     ),
-    _own("priority", "INT32", "Requests of higher priority go first; 0 where unset."),
-    _own("queue_timeout_s", "FP32", "Seconds to wait for the first step at most."),
-    _own("cache_salt", "STRING", "Prefixes are reused only among requests of the same salt."),
+    _input("priority", "INT32", "Requests of higher priority go first; 0 where unset."),
+    _input("queue_timeout_s", "FP32", "Seconds to wait for the first step at most."),
+    _input("cache_salt", "STRING", "Prefixes are reused only among requests of the same salt."),
     _neutral("length_penalty", "FP32", (0, 1)),
     _neutral("beam_width", "INT32", (1,)),
     _neutral("sampling_param_best_of", "INT32", (1,), contract="llmapi"),
@@ -190,64 +166,43 @@ INPUTS: tuple[InputTensor, ...] = (
 )
 
 OUTPUTS: tuple[OutputTensor, ...] = (
-    OutputTensor(name="text_output", type="STRING", meaning="New text; all of it without `stream`.", when="every"),
-    OutputTensor(name="output_ids", type="INT32", meaning="New token ids.", when="every", dims=(-1,)),
+    OutputTensor("text_output", "STRING", "New text; all of it without `stream`.", when="every"),
+    OutputTensor("output_ids", "INT32", "New token ids.", when="every", dims=(-1,)),
     OutputTensor(
-        name="output_log_probs",
-        type="FP32",
-        meaning="Log-probability of each of them: [1, tokens], as in a beam search of width 1.",
+        "output_log_probs",
+        "FP32",
+        "Log-probability of each of them: [1, tokens], as in a beam search of width 1.",
         when="every",
         dims=(-1, -1),
         asked_by="return_log_probs",
     ),
+    OutputTensor("cum_log_probs", "FP32", "Sum of all log-probabilities.", asked_by="return_log_probs"),
+    OutputTensor("cumulative_logprob", "FP32", "The same.", asked_by="return_cumulative_logprob"),
+    OutputTensor("finish_reason", "STRING", "`stop`, `length` or `cancelled`."),
     OutputTensor(
-        name="cum_log_probs",
-        type="FP32",
-        meaning="Sum of all log-probabilities.",
-        when="last",
-        asked_by="return_log_probs",
-    ),
-    OutputTensor(
-        name="cumulative_logprob", type="FP32", meaning="The same.", when="last", asked_by="return_cumulative_logprob"
-    ),
-    OutputTensor(name="finish_reason", type="STRING", meaning="`stop`, `length` or `cancelled`.", when="last"),
-    OutputTensor(
-        name="stop_reason",
-        type="STRING",
-        meaning="The stop string, or the id of the stop token, that ended it; empty for another end.",
-        when="last",
+        "stop_reason",
+        "STRING",
+        "The stop string, or the id of the stop token, that ended it; empty for another end.",
         asked_by="return_stop_reason",
     ),
-    OutputTensor(name="num_input_tokens", type="INT32", meaning="Prompt tokens.", when="last"),
-    OutputTensor(name="num_output_tokens", type="INT32", meaning="Generated tokens.", when="last"),
+    OutputTensor("num_input_tokens", "INT32", "Prompt tokens."),
+    OutputTensor("num_output_tokens", "INT32", "Generated tokens."),
+    OutputTensor("acceptance_rate", "FP32", "Accepted / verified drafts; 0 where none was verified."),
+    OutputTensor("total_accepted_draft_tokens", "INT32", "Accepted drafts."),
+    OutputTensor("total_draft_tokens", "INT32", "Verified drafts."),
+    OutputTensor("num_verify_steps", "INT32", "Steps that verified a draft."),
+    OutputTensor("acceptance_length", "FP32", "Mean tokens per verify step, bonus included; 0 where there was none."),
     OutputTensor(
-        name="acceptance_rate",
-        type="FP32",
-        meaning="Accepted / verified drafts; 0 where none was verified.",
-        when="last",
-    ),
-    OutputTensor(name="total_accepted_draft_tokens", type="INT32", meaning="Accepted drafts.", when="last"),
-    OutputTensor(name="total_draft_tokens", type="INT32", meaning="Verified drafts.", when="last"),
-    OutputTensor(name="num_verify_steps", type="INT32", meaning="Steps that verified a draft.", when="last"),
-    OutputTensor(
-        name="acceptance_length",
-        type="FP32",
-        meaning="Mean tokens per verify step, bonus included; 0 where there was none.",
-        when="last",
-    ),
-    OutputTensor(
-        name="kv_cache_hit_rate",
-        type="FP32",
-        meaning="Part of the prompt's tokens that a kept prefix saved.",
-        when="last",
+        "kv_cache_hit_rate",
+        "FP32",
+        "Part of the prompt's tokens that a kept prefix saved.",
         asked_by="return_perf_metrics",
     ),
     *(
         OutputTensor(
-            name=f"{moment}_time_ns",
-            type="INT64",
-            meaning=f"{words}, in nanoseconds of the server's monotonic clock.",
-            when="last",
+            f"{moment}_time_ns",
+            "INT64",
+            f"{words}, in nanoseconds of the server's monotonic clock.",
             asked_by="return_perf_metrics",
         )
         for moment, words in (
@@ -257,14 +212,13 @@ OUTPUTS: tuple[OutputTensor, ...] = (
             ("last_token", "Last token"),
         )
     ),
-    OutputTensor(name="batch_index", type="INT32", meaning="Always 0.", when="last"),
-    OutputTensor(name="sequence_index", type="INT32", meaning="Whose response: 0 to `n` - 1.", when="every"),
+    OutputTensor("batch_index", "INT32", "Always 0."),
+    OutputTensor("sequence_index", "INT32", "Whose response: 0 to `n` - 1.", when="every"),
     *_top_outputs("output", "every", "new token", "top_logprobs"),
     OutputTensor(
-        name="prompt_log_probs",
-        type="FP32",
-        meaning="Log-probability of every prompt token from the second on; of sequence 0 alone.",
-        when="last",
+        "prompt_log_probs",
+        "FP32",
+        "Log-probability of every prompt token from the second on; of sequence 0 alone.",
         dims=(-1,),
         asked_by="prompt_logprobs",
     ),
