@@ -128,7 +128,8 @@ def attend_pages(
         hint="Only a draft block has an anchor.",
     )
     requests.check(num_requests, "token_offsets")
-    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
+    attended = torch.empty_like(q) if attended is None else attended
+    launch = _Launch(q, pages, requests, options, workspace, plans or AttentionPlans(), attended, codes)
     sizes = {"num_rows": len(q), "num_requests": num_requests, "num_verify_rows": num_verify_rows}
     if is_verify_step(**sizes) or options.split_length is not None:
         launch.run(query_rows=most_verify_rows(**sizes), block=None)
@@ -136,7 +137,7 @@ def attend_pages(
         if num_requests > 1:
             launch.run(query_rows=num_verify_rows, block=None, max_rows=num_verify_rows)
         launch.run(query_rows=len(q), block=None, min_rows=num_verify_rows + 1)
-    return launch.attended
+    return attended
 
 
 def attend_draft(
@@ -164,9 +165,10 @@ def attend_draft(
     for name, tensor in zip(("block_k", "block_v"), block, strict=True):
         shape = [len(q), pages.shape[3], pages.shape[4]]
         check_tensor(name, tensor, dtype=q.dtype, shape=shape, row_stride_is_free=True)
-    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
+    attended = torch.empty_like(q) if attended is None else attended
+    launch = _Launch(q, pages, requests, options, workspace, plans or AttentionPlans(), attended, codes)
     launch.run(query_rows=len(q) // num_requests, block=block)
-    return launch.attended
+    return attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,25 +184,14 @@ class _Launch:
     attended: Tensor
     codes: RowCodes | None
 
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        pages: Tensor,
-        requests: RequestTensors,
-        options: AttentionOptions,
-        workspace: Tensor,
-        plans: AttentionPlans | None,
-        attended: Tensor | None,
-        codes: RowCodes | None,
-    ) -> "_Launch":
-        attended = torch.empty_like(q) if attended is None else attended
-        plans = AttentionPlans() if plans is None else plans
+    def __post_init__(self) -> None:
+        """Raises ValueError for arguments that the kernels would misread."""
+        q, pages, requests, options = self.q, self.pages, self.requests, self.options
         num_requests = len(requests.context_lens)
         check_tensor("q", q, dtype=FLOATS, shape=[None, None, None])
         heads, head_dim = q.shape[1:]
         check_pages(pages, dtype=q.dtype, head_dim=head_dim, scales=(options.k_scale, options.v_scale))
-        check_tensor("attended", attended, dtype=q.dtype, shape=q.shape)
+        check_tensor("attended", self.attended, dtype=q.dtype, shape=q.shape)
         requests.check(num_requests, "context_lens", "page_table")
         check(
             heads % pages.shape[3] == 0,
@@ -211,9 +202,8 @@ class _Launch:
         )
         if options.sinks is not None:
             check_tensor("sinks", options.sinks, dtype=torch.float32, shape=[heads])
-        if codes is not None:
-            check_tensor("codes", codes.values, dtype=torch.float8_e4m3fn, shape=[len(q), heads * head_dim])
-        return cls(q, pages, requests, options, workspace, plans, attended, codes)
+        if self.codes is not None:
+            check_tensor("codes", self.codes.values, dtype=torch.float8_e4m3fn, shape=[len(q), heads * head_dim])
 
     def run(
         self, *, query_rows: int, block: tuple[Tensor, Tensor] | None, min_rows: int = 1, max_rows: int = ANY_ROWS
