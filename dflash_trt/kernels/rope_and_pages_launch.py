@@ -16,8 +16,6 @@ from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_s
 
 HEADS_PER_PROGRAM = 8
 NUM_WARPS = 2
-
-
 MAX_POSITIONS = 1 << 22  # beyond, the cosines of `cos_and_sin` lose accuracy
 
 
@@ -87,7 +85,6 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     limits: Tensor | None = None,  # int32 [R]: rows at positions >= limit leave the pages alone
-    q_out: Tensor | None = None,  # F [T, heads, D]
 ) -> Tensor | None:
     """Norm and rotate q and k, norm v; return q, dense, and write k and v at their positions.
 
@@ -101,8 +98,7 @@ def rotate_and_store(
     requests.check(num_requests, "token_offsets", "page_table")
     if limits is not None:
         check_tensor("limits", limits, dtype=torch.int32, shape=[num_requests])
-    if q is not None and q_out is None:
-        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     row_inputs = (k if q is None else q, k, v, k if q_out is None else q_out, k, pages)
     placement = (requests.token_offsets, requests.page_table, requests.token_offsets if limits is None else limits)
     num_heads = 0 if q is None else q.shape[1]
@@ -114,13 +110,11 @@ def rotate_queries(
     q: Tensor,  # F [T, heads, D]; rows may be further apart
     positions: Tensor,  # int32 [T]
     rotation: Rotation,  # its k_norm is not read
-    *,
-    q_out: Tensor | None = None,
 ) -> Tensor:  # F [T, heads, D]
     """Norm and rotate q of a layer that reads pages which another has written."""
     rotation, stand_in = replace(rotation, k_norm=rotation.q_norm), q[:, :1]
     _check_rows(q, stand_in, stand_in, positions, rotation)
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = (q, stand_in, stand_in, q_out, q_out, stand_in)
     _launch(rows, positions, None, rotation, (1.0, 1.0), q.shape[1], kv_roles=0)
     return q_out
@@ -131,14 +125,11 @@ def rotate_block(
     k: Tensor,  # F [N, kv_heads, D], likewise
     positions: Tensor,  # int32 [N]
     rotation: Rotation,
-    *,
-    q_out: Tensor | None = None,
-    k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate q and k of the draft blocks, whose K/V go into no page. Both dense."""
     _check_rows(q, k, k, positions, rotation)
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_out is None else k_out
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     _launch((q, k, k, q_out, k_out, k), positions, None, rotation, (1.0, 1.0), q.shape[1], kv_roles=1)
     return q_out, k_out
 
