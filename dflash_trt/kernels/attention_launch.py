@@ -59,6 +59,13 @@ class WorkspaceSize:
     def num_elements(self) -> int:
         return self.num_partials + self.num_stats
 
+    def parts_of(self, workspace: Tensor, *, hint: str) -> tuple[Tensor, Tensor]:
+        """Partials and stats. Raises ValueError: it is too small."""
+        check_tensor("workspace", workspace, dtype=torch.float32, shape=[None])
+        is_enough, expected = len(workspace) >= self.num_elements, f"at least {self.num_elements} elements"
+        check(is_enough, "workspace", expected=expected, found=len(workspace), hint=hint)
+        return workspace[: self.num_partials], workspace[self.num_partials : self.num_elements]
+
 
 def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> WorkspaceSize:
     return WorkspaceSize(
@@ -329,15 +336,7 @@ class _Launch:
         size = workspace_size(
             tile=part.tile, kv_heads=self.pages.shape[3], head_dim=self.q.shape[2], num_slots=part.num_slots
         )
-        check_tensor("workspace", self.workspace, dtype=torch.float32, shape=[None])
-        check(
-            len(self.workspace) >= size.num_elements,
-            "workspace",
-            expected=f"at least {size.num_elements} elements",
-            found=len(self.workspace),
-            hint="Make it with allocate_workspace for these heads.",
-        )
-        return self.workspace[: size.num_partials], self.workspace[size.num_partials : size.num_elements]
+        return size.parts_of(self.workspace, hint="Make it with allocate_workspace for these heads.")
 
 
 def join_splits(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES
+from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES, join_splits
 from dflash_trt.kernels.attention_plan import Partition, RequestTensors
 from dflash_trt.kernels.context_parts import join_parts_kernel, own_rows_kernel, part_rows_kernel
 from dflash_trt.kernels.launch_rules import ANY_ROWS
@@ -77,8 +77,9 @@ def own_rows(
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """What a launch of `attend_latents` leaves: attended, log_sums, partials, stats and plan of its kernel."""
+    """What `attend_latents` leaves: the requests, and attended, log_sums, partials, stats and plan of its kernel."""
 
+    requests: RequestTensors
     attended: Tensor
     log_sums: Tensor
     partials: Tensor
@@ -86,6 +87,10 @@ class PartRows:
     plan: Tensor
     partition: Partition
     heads: tuple[int, int]  # groups, heads of each
+
+    def join(self) -> None:
+        """Finish `attended`."""
+        join_splits(self.attended, (self.partials, self.stats), self.plan, self.requests, self.partition, self.heads)
 
     def by_rank(self, num_ranks: int) -> Tensor:
         """F [ranks, N, heads / ranks, latent_dim + 4 bytes]: a row's last word is its logarithm."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels import launch_rules
-from dflash_trt.kernels.attention_launch import join_splits, num_multiprocessors, workspace_size
+from dflash_trt.kernels.attention_launch import num_multiprocessors, workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors, with_fixed_splits
 from dflash_trt.kernels.compiling import active_architecture, fenced_stages
 from dflash_trt.kernels.context_parts_launch import WHOLE_CONTEXT, ContextPart, PartRows
@@ -160,52 +160,13 @@ def attend_latents(
     attended: Tensor,  # out, F [N, heads, latent_dim]
     min_direct_rows: int | None = None,  # rows of prompts that begin in this step and have as many become 0
     split_length: int | None = None,  # as in `AttentionOptions`
-) -> Tensor:
-    """Causal attention of a step's tokens over latents, before the value's factor: `attended`.
+    log_sums: Tensor | None = None,  # out, float32 [N, heads], for `PartRows.by_rank`
+) -> PartRows:
+    """Causal attention of a step's tokens over latents, before the value's factor, all but joining the splits.
 
-    Verify blocks and chunks of prompts are one launch: their tiles are of one size.
+    Verify blocks and chunks of prompts are one launch: their tiles are of one size. The caller joins the splits with
+    `PartRows.join`, or with `by_rank` of one rank's part of the positions, for all heads (see `own_rows`).
     """
-    given = queries, pages, requests, latent_dim, score_scale, k_scale, workspace, plans, attended
-    rows = _attend(*given, min_direct_rows=min_direct_rows, split_length=split_length, log_sums=None)
-    join_splits(attended, (rows.partials, rows.stats), rows.plan, requests, rows.partition, rows.heads)
-    return attended
-
-
-def attend_part(
-    queries: Tensor,
-    pages: Tensor,
-    requests: RequestTensors,  # see `own_rows`
-    *,
-    latent_dim: int,
-    score_scale: float,
-    k_scale: float = 1.0,
-    workspace: Tensor,
-    plans: AttentionPlans,
-    attended: Tensor,  # written
-) -> PartRows:
-    """As `attend_latents`, over one rank's part of the positions, for all heads."""
-    log_sums = torch.empty(attended.shape[:2], dtype=torch.float32, device=attended.device)
-    return _attend(
-        queries, pages, requests, latent_dim, score_scale, k_scale, workspace, plans, attended, log_sums=log_sums
-    )
-
-
-def _attend(
-    queries: Tensor,
-    pages: Tensor,
-    requests: RequestTensors,
-    latent_dim: int,
-    score_scale: float,
-    k_scale: float,
-    workspace: Tensor,
-    plans: AttentionPlans,
-    attended: Tensor,
-    *,
-    min_direct_rows: int | None = None,
-    split_length: int | None = None,
-    log_sums: Tensor | None,
-) -> PartRows:
-    """All but joining the splits."""
     _, num_heads, row_size = queries.shape
     shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=row_size - latent_dim)
     _check_attended(queries, pages, requests, shape, attended, k_scale)
@@ -214,11 +175,7 @@ def _attend(
     groups, reciprocal = num_heads // group_heads, heads_reciprocal(heads_per_kv=group_heads)
     plan = plans.of(requests, part)
     size = workspace_size(tile=tile, kv_heads=groups, head_dim=latent_dim, num_slots=part.num_slots)
-    check_tensor("workspace", workspace, dtype=torch.float32, shape=[None])
-    hint = "Make it as large as largest_workspace says."
-    is_enough = len(workspace) >= size.num_elements
-    check(is_enough, "workspace", expected=f"{size.num_elements} elements", found=len(workspace), hint=hint)
-    partials, stats = workspace[: size.num_partials], workspace[size.num_partials : size.num_elements]
+    partials, stats = size.parts_of(workspace, hint="Make it as large as largest_workspace says.")
     latent_attention_kernel[(groups, part.num_items)](
         queries,
         pages,
@@ -248,7 +205,7 @@ def _attend(
         enable_fp_fusion=True,
     )
     heads = (groups, group_heads)
-    return PartRows(attended, stats if log_sums is None else log_sums, partials, stats, plan, part, heads)
+    return PartRows(requests, attended, stats if log_sums is None else log_sums, partials, stats, plan, part, heads)
 
 
 def _partition(

@@ -23,7 +23,6 @@ from dflash_trt.kernels.latent_attention_launch import (
     LatentRotation,
     attend_chunks,
     attend_latents,
-    attend_part,
     min_direct_rows,
     store_latents,
 )
@@ -108,7 +107,7 @@ def attend_device_latent(
     options: dict[str, Any] = {"latent_dim": mla.latent_dim, "score_scale": mla.scale, "k_scale": k_scale}
     if part.num_ranks == 1:
         options |= {"plans": piece.plans, "attended": attended, "min_direct_rows": least}
-        attend_latents(absorbed, cache.tensor, piece.requests, workspace=workspace, **options)
+        attend_latents(absorbed, cache.tensor, piece.requests, workspace=workspace, **options).join()
     else:
         attended = _over_all_ranks(absorbed, cache, rows, mla, memory, workspace, ranks, options)
     values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
@@ -142,9 +141,9 @@ def _over_all_ranks(
         queries, attended = memory.views(len(own), shape)
         by_rank = queries.view(len(own), num_ranks, -1).transpose(0, 1)
         by_rank.copy_(ranks.all_gather_rows(own.flatten(1), counts).view(by_rank.shape))
-        part = attend_part(
-            queries, cache.tensor, piece.requests, workspace=workspace, plans=piece.plans, attended=attended, **options
-        )
+        log_sums = torch.empty(attended.shape[:2], dtype=torch.float32, device=attended.device)
+        options |= {"plans": piece.plans, "attended": attended, "log_sums": log_sums}
+        part = attend_latents(queries, cache.tensor, piece.requests, workspace=workspace, **options)
         sent = part.by_rank(num_ranks)
         received = ranks.all_to_all_by_counts(sent.view(num_ranks * len(own), -1), counts, counts)
         join_parts(received.view(sent.shape), piece.requests.token_offsets, joined[piece.rows])
@@ -199,7 +198,7 @@ def attend_latent_in_splits(
             plans=piece.plans,
             attended=attended[piece.rows],
             split_length=split_length,
-        )
+        ).join()
     values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
     head_product(attended, v_factor, values, is_transposed=True)
     return values.flatten(1)
