@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts, run_device_experts
 from dflash_trt.backends.cuda.linear import (
     ACTIVATIONS,
@@ -19,6 +18,7 @@ from dflash_trt.backends.cuda.linear import (
     prepare_device_linear,
     prepare_fixed_linear,
 )
+from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.torch.process_group import OneRank
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import weight_format, weight_formats
@@ -343,8 +343,8 @@ class FourRanks(OneRank):
 
 def test_sums_over_ranks_have_one_order_and_are_rounded_once() -> None:
     addends = [random(5, 96, dtype=torch.float16) * 10**rank for rank in range(4)]
-    ops = object.__new__(DeterministicGpuOps)
-    ops._ranks = FourRanks(addends)
+    ops = object.__new__(TorchGpuOps)
+    ops._ranks, ops._splits = FourRanks(addends), FixedSplits.of(max_requests=1, max_rows=8, max_keys=600)
     in_order = addends[0].float() + addends[1].float() + addends[2].float() + addends[3].float()
     assert torch.equal(ops.all_reduce(addends[0]), in_order.half())
     backwards = addends[3] + addends[2] + addends[1] + addends[0]  # the negative control, rounded each time

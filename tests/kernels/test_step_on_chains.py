@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda import ops as cuda_ops
+from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.graphs import GraphCache
 from dflash_trt.backends.padding import decode_shapes
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
@@ -71,9 +72,9 @@ def test_a_changed_part_of_eagle3_is_noticed(
         honest = cuda_ops._options
         monkeypatch.setattr(cuda_ops, "_options", lambda *given: _with_all_keys(honest(*given)))
     elif part == "the noise of a later slot":
-        honest_drafts = executor._make_ops.draft_tokens
+        honest_drafts = TorchGpuOps.draft_tokens
         first_noise = lambda *given, **options: honest_drafts(*given, **options | {"first_slot": 1})  # noqa: E731
-        monkeypatch.setattr(executor._make_ops, "draft_tokens", first_noise)
+        monkeypatch.setattr(TorchGpuOps, "draft_tokens", first_noise)
     expected = run_batch(reference, batch)
     found = run_batch(executor, batch)
     if part == "features in pages":

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots
 from dflash_trt.backends.cuda.host_memory import PageLockedMemory
@@ -106,7 +105,6 @@ class TorchGpuExecutor:
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         _check_parts(network.mapping.dcp_size, is_deterministic)
         self.page_plan, self.is_deterministic = page_plan, is_deterministic
-        self._make_ops = DeterministicGpuOps if is_deterministic else TorchGpuOps
         self.network = _prepared(network, is_deterministic=is_deterministic)
         self.limits = limits_of(
             network,
@@ -377,7 +375,7 @@ class TorchGpuExecutor:
 
     def _ops_of(self, shape: StepShape, joint: JointRows | None = None) -> Callable[..., TorchGpuOps]:
         """Makes the ops of a step; ranks with requests of their own exchange rows alone."""
-        num_ranks, make = self.network.mapping.dp_size, partial(self._make_ops, num_draft_tokens=shape.num_draft_tokens)
+        num_ranks, make = self.network.mapping.dp_size, partial(TorchGpuOps, num_draft_tokens=shape.num_draft_tokens)
         if num_ranks == 1:
             return partial(make, ranks=self._ranks)
         capability = torch.cuda.get_device_capability(self._device) if self._device.type == "cuda" else None

@@ -28,12 +28,12 @@ from dflash_trt.backends.cuda.handles import (
     rows_of,
     tensor_of,
 )
-from dflash_trt.backends.cuda.latent_attention import attend_device_latent, own_pieces
+from dflash_trt.backends.cuda.latent_attention import attend_device_latent, attend_latent_in_splits, own_pieces
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.torch.expert_exchange import RowRouter
-from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup, summed_in_order
 from dflash_trt.backends.torch.shared_rows import SharedRows
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -72,7 +72,13 @@ from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCach
 
 
 class TorchGpuOps:
-    """Implements `Ops[Value]` for one step; `run_step` may treat the handles as tensors."""
+    """Implements `Ops[Value]` for one step; `run_step` may treat the handles as tensors.
+
+    In a deterministic step, whose resources have `splits`, a row's bits depend on its request alone: attention has
+    splits of a fixed length, gated delta nets go token by token, and sums over ranks have one order. Linears and
+    experts were prepared with fixed tiles at load; all else works row by row anyway. The target alone computes so:
+    drafts decide how fast a text comes, and never which.
+    """
 
     def __init__(
         self,
@@ -93,7 +99,7 @@ class TorchGpuOps:
         self._inputs, self._num_draft_tokens = inputs, num_draft_tokens
         self._rules = rules
         self._slots = slots
-        self._resources = resources
+        self._resources, self._splits = resources, resources.splits
         self._outputs = outputs
         self._ranks, self._shared_rows = ranks, shared_rows
         self._query_factors: dict[QueryTemperature, Tensor] = {}  # float32 [T, 1, 1]
@@ -223,6 +229,9 @@ class TorchGpuOps:
     def token_rows(self) -> Rows[Any]:
         inputs, latents = self._inputs, self._resources.latents
         rows = rows_of(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
+        if self._splits is not None:
+            groups = ((group, self._splits.pieces(group.requests, len(rows.positions))) for group in rows.index)
+            return replace(rows, index=tuple(replace(group, pieces=tuple(pieces)) for group, pieces in groups))
         if latents is None or latents.part.num_ranks == 1:
             return rows
         first, *others = rows.index
@@ -255,10 +264,6 @@ class TorchGpuOps:
         codes = self._resources.attended_codes[: num_rows * features].view(num_rows, features)
         return Attended(run, codes)
 
-    def _row_options(self, options: AttentionOptions) -> AttentionOptions:
-        """Options for rows that keep their K/V."""
-        return options
-
     def _store_and_attend(
         self, q: Heads, k: Heads, v: Heads, positions: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
@@ -280,6 +285,8 @@ class TorchGpuOps:
         self, queries: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         attended = self._resources.attended[: queries.numel()].view(queries.shape)
+        if self._splits is not None:
+            options = replace(options, split_length=self._splits.split_length)
 
         def run(codes: RowCodes | None) -> Tensor:
             for piece in index.pieces:
@@ -287,7 +294,7 @@ class TorchGpuOps:
                     queries[piece.rows],
                     pool,
                     piece.requests,
-                    self._row_options(options),
+                    options,
                     workspace=self._resources.attention_workspace,
                     plans=piece.plans,
                     num_verify_rows=self._num_draft_tokens + 1,
@@ -337,21 +344,11 @@ class TorchGpuOps:
     ) -> Tensor:
         assert isinstance(q_nope, Heads) and isinstance(q_rope, Heads) and isinstance(k_rope, Heads)
         assert isinstance(latents, Norm) and rows.keeps_kv, "a draft block has no latents"
-        queries, stored = (q_nope, q_rope), (latents, k_rope)
         memory, workspace = self._resources.latents, self._resources.attention_workspace
-        num_verify_rows = self._num_draft_tokens + 1
-        return attend_device_latent(
-            queries,
-            stored,
-            tensor_of(kv_b),
-            rows,
-            cache,
-            mla,
-            memory,
-            workspace,
-            self._ranks,
-            num_verify_rows=num_verify_rows,
-        )
+        given = (q_nope, q_rope), (latents, k_rope), tensor_of(kv_b), rows, cache, mla, memory, workspace
+        if self._splits is not None:
+            return attend_latent_in_splits(*given, split_length=self._splits.split_length)
+        return attend_device_latent(*given, self._ranks, num_verify_rows=self._num_draft_tokens + 1)
 
     def gated_delta(
         self,
@@ -364,7 +361,8 @@ class TorchGpuOps:
         eps: float,
     ) -> Tensor:
         assert self._slots is not None
-        return apply_gated_delta(tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps)
+        given = tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps
+        return apply_gated_delta(*given, is_in_order=self._splits is not None)
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
         """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them, else one launch each."""
@@ -504,7 +502,9 @@ class TorchGpuOps:
         return Proposal(tokens=tokens, draft_topk_ids=draft_topk_ids, draft_topk_probs=draft_topk_probs)
 
     def all_reduce(self, x: Value) -> Tensor:
-        return self._ranks.all_reduce(tensor_of(x))
+        if self._splits is None or self._ranks.num_ranks == 1:
+            return self._ranks.all_reduce(tensor_of(x))
+        return summed_in_order(self._ranks, tensor_of(x))
 
     def all_gather_vocab(self, logits: Value, exchanged: ExchangedRows) -> Tensor:
         if self._shared_rows is None:
