@@ -66,13 +66,13 @@ def largest_shape(limits: ExecutorLimits) -> StepShape:
     )
 
 
-def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
+def exact_shape(plan: StepPlan) -> StepShape:
     """No padding: as many requests, tokens and pages per request as the plan has."""
     return StepShape(
         num_requests=plan.rows.num_requests,
         num_tokens=plan.rows.total_tokens,
         num_draft_tokens=plan.rows.num_draft_tokens,
-        is_decode=is_decode,
+        is_decode=False,
         has_graph=False,
         num_pages=plan.num_pages,
     )

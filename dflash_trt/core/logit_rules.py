@@ -26,10 +26,6 @@ ANY_TOKEN: Final = -1  # fills prefixes on the left
 MAX_BIASES: Final = 1024  # per request, stop tokens and token ids of bad words included
 MAX_BAD_WORD_TOKENS: Final = 32
 
-LOGIT_RULE_FIELDS: Final = frozenset({
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens"
-})  # fmt: skip
-
 _FOREVER: Final = 2**31 - 1
 _NOT_THERE: Final = -2  # a token before the first one
 

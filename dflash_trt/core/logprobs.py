@@ -14,7 +14,6 @@ import numpy as np
 
 from dflash_trt.core.array import Array
 
-LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # fields of SamplingParams
 # Rows of logits that are read at a time: with PyTorch alone 0.16 GB in float32 for 150,000 tokens, and 0.3 GB as keys.
 LOGPROBS_ROWS: Final = 256
 

@@ -70,7 +70,6 @@ class ExecutorLimits:
 
     `num_host_pages` and `num_host_snapshots` are places in the host's tier, for prefixes that leave the device.
 
-    `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
     `has_draft_confidence`: steps that draft give `StepResult.draft_confidence`.
     """
 
@@ -81,7 +80,6 @@ class ExecutorLimits:
     page_size: int  # token positions per page
     num_pages: int
     draft_topk: int = 0
-    unsupported_sampling: frozenset[str] = frozenset()
     num_snapshots: int | None = None  # recurrent states; None means that a prefix is its pages only
     page_windows: tuple[PageWindow, ...] = ()
     has_draft_confidence: bool = False

@@ -24,8 +24,6 @@ ENGINE_VERSION: Final = 3
 MANIFEST_NAME = "config.json"
 TOKENIZER_DIR = "tokenizer"
 
-_INTEGER_DTYPE = "I64"
-
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)

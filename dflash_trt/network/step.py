@@ -74,19 +74,17 @@ def run_step(
     state: StepState[T],
     *,
     num_draft_tokens: int,
-    reader: LogitsReader[T] | None = None,
     logit_rows: T | None = None,
 ) -> StepOutputs[T]:
     """Target forward, sample and accept, observe, propose: in this order, with no host in between.
 
-    `reader` reads the logits of steps that return more log probabilities than the emitted tokens'. `logit_rows`, [L],
-    are the rows of tokens whose logits are computed, if more than those of `inputs` are: they come first.
+    `logit_rows`, [L], are the rows of tokens whose logits are computed, if more than those of `inputs` are: they come
+    first.
     """
     target = run_layers(ops, network, inputs, state)
     rows = inputs.logit_rows if logit_rows is None else logit_rows
-    acceptance = accept(
-        ops, network, target, logits_at(ops, network, target.hidden, rows, ExchangedRows(num_draft_tokens + 1)), reader
-    )
+    exchanged = ExchangedRows(num_draft_tokens + 1)
+    acceptance = accept(ops, network, target, logits_at(ops, network, target.hidden, rows, exchanged), None)
     return run_drafter(ops, network, inputs, state, target, acceptance, num_draft_tokens=num_draft_tokens)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from dflash_trt.core.errors import CapacityError, RequestError, problem, raise_all
 from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
-from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepResult
 from dflash_trt.scheduler.commit import CommittedStep, Committer, StepCounts
 from dflash_trt.scheduler.config import SchedulerConfig
@@ -371,9 +370,9 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
     """Refuse a request that cannot emit any token, or asks for sampling that the executor has not.
 
     Raises:
-        RequestError: the prompt is empty or too long, or a sampling field is unsupported.
+        RequestError: the prompt is empty or too long, or its constraint is not compiled.
     """
-    _check_sampling(request, limits.unsupported_sampling)
+    _check_sampling(request)
     num_prompt_tokens = len(request.prompt_token_ids)
     subject = f"request {request.request_id!r} prompt"
     if num_prompt_tokens == 0:
@@ -408,19 +407,9 @@ def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObser
     )
 
 
-def _check_sampling(request: Request, unsupported: frozenset[str]) -> None:
-    problems = [
-        problem(
-            f"sampling {row.name}",
-            expected=f"{row.default!r}: this engine's back end has no other",
-            found=repr(value),
-            hint="Leave it out, or build the engine for the torch back end.",
-        )
-        for row in SAMPLING_FIELDS
-        if row.name in unsupported and (value := getattr(request.sampling, row.name)) != row.default
-    ]
+def _check_sampling(request: Request) -> None:
     field = request.sampling.grammar_field
-    if not problems and field is not None and request.constraint is None:
+    if field is not None and request.constraint is None:
         hint = "Submit it through LLM or Generator, which compile it, or pass the Request its `constraint`."
-        problems.append(problem(f"sampling {field}", expected="its compiled constraint", found="none", hint=hint))
-    raise_all(RequestError, f"request {request.request_id!r} sampling", problems)
+        missing = problem(f"sampling {field}", expected="its compiled constraint", found="none", hint=hint)
+        raise_all(RequestError, f"request {request.request_id!r} sampling", [missing])

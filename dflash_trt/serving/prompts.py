@@ -130,12 +130,12 @@ def _sequence(value: Any, name: str) -> Sequence[Any]:
     )
 
 
-def check_template_kwargs(value: Any, *, subject: str = KWARGS_KEY) -> None:
+def check_template_kwargs(value: Any) -> None:
     """Raises RequestError: not an object of options for a chat template."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         expected, hint = "an object", 'Pass names and values, {"enable_thinking": false} for example.'
-        raise RequestError.about(subject, expected=expected, found=f"{value!r:.80}", hint=hint)
-    for reason in reserved_problems(value, subject):
+        raise RequestError.about(KWARGS_KEY, expected=expected, found=f"{value!r:.80}", hint=hint)
+    for reason in reserved_problems(value, KWARGS_KEY):
         raise RequestError(reason)
 
 

@@ -62,7 +62,6 @@ class SimulatedExecutor:
         *,
         acceptance: AcceptanceByPosition | None,
         pads_ranks: bool = False,
-        seed: int = 0,
     ) -> None:
         self.limits = limits
         self.num_steps = 0
@@ -71,7 +70,7 @@ class SimulatedExecutor:
         self.known_s: defaultdict[str, float] = defaultdict(float)  # of `device_s`, by where it comes from
         self._work, self._clock, self._time = work, clock, time
         self._acceptance, self._pads_ranks = acceptance, pads_ranks
-        self._dice = np.random.default_rng(seed)
+        self._dice = np.random.default_rng(0)
         self._context_lens: list[Array] = []  # by slot, of each rank with requests of its own
         self._free_s = 0.0  # when the device has done what it was given
 

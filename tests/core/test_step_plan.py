@@ -120,7 +120,7 @@ def test_limits_leave_room_for_a_row_behind_the_last_token() -> None:
     assert (limits.max_positions, limits.max_pages) == (33, 9)
     assert (limits.num_page_groups, limits.table_width) == (3, 27)
     assert [window.blank_page for window in limits.page_windows] == [6, 7]
-    assert (limits.draft_topk, limits.num_snapshots, limits.unsupported_sampling) == (0, None, frozenset())
+    assert (limits.draft_topk, limits.num_snapshots) == (0, None)
 
 
 def test_a_finished_step_has_the_time_that_it_ran() -> None:

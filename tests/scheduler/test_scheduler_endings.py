@@ -34,14 +34,6 @@ def test_the_longest_prompt_leaves_room_for_one_token(num_tokens: int, num_pages
     assert (len(driver.tokens["r"]), driver.finish_reasons["r"]) == (1, "length")
 
 
-def test_sampling_that_the_executor_has_not_is_refused_by_name() -> None:
-    driver = make_driver(limits=make_limits(unsupported_sampling=frozenset({"top_p", "min_p"})))
-    with pytest.raises(RequestError, match="2 problems") as refused:
-        driver.scheduler.add(make_request("a", temperature=1.0, top_p=0.5, min_p=0.1))
-    assert "sampling top_p: expected 1.0: this engine's back end has no other, found 0.5" in str(refused.value)
-    driver.scheduler.add(make_request("a", temperature=1.0))
-
-
 def test_two_requests_cannot_have_the_same_id_at_the_same_time() -> None:
     driver = make_driver()
     driver.add(make_request("r"))

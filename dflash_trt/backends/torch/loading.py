@@ -174,7 +174,6 @@ def limits_of(
     max_batch_size: int,
     max_num_tokens: int,
     max_draft_len: int,
-    unsupported_sampling: frozenset[str] = frozenset(),
     has_confidence: bool = False,
 ) -> ExecutorLimits:
     """Limits of steps of this network on these pages; max_draft_len is 0 without a drafter."""
@@ -187,7 +186,6 @@ def limits_of(
         num_pages=plan.num_pages,
         draft_topk=network.draft.draft_topk if network.draft else 0,
         page_windows=plan.page_windows,
-        unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
         num_host_pages=plan.num_host_pages,
         num_host_snapshots=plan.num_host_snapshots,
