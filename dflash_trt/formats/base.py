@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 import torch
@@ -29,6 +30,7 @@ from dflash_trt.core.errors import CheckpointError
 
 T = TypeVar("T")
 U = TypeVar("U")
+K = TypeVar("K")
 
 E4M3_MAX: Final = 448.0
 SCALES: Final = ("weight_scale", "input_scale")
@@ -187,6 +189,20 @@ def repeated_by_segment(scale: Tensor, segments: Sequence[int]) -> Tensor:  # [.
     """One number of each segment for all of its rows; nothing waits for a device."""
     repeats = torch.tensor(segments, device=scale.device)
     return scale.repeat_interleave(repeats, dim=-1, output_size=sum(segments))
+
+
+def runs_of_segments(keys: Iterable[K], segments: Sequence[int]) -> Iterator[tuple[K, int, int]]:
+    """Runs of segments with one key, in order: the key, the first row, and the row after the last."""
+    stop = 0
+    for key, run in groupby(zip(keys, segments, strict=True), key=lambda pair: pair[0]):
+        start, stop = stop, stop + sum(rows for _, rows in run)
+        yield key, start, stop
+
+
+def runs_of_one_input(weight: QuantizedWeight[Tensor]) -> Iterator[tuple[float | None, int, int]]:
+    """`runs_of_segments` whose activations are quantized with one scale, None for unquantized ones."""
+    scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
+    return runs_of_segments(scales, weight.segments)
 
 
 def is_of_experts(weight: QuantizedWeight[Tensor]) -> bool:

@@ -10,8 +10,7 @@ are all computed in our kernel.
 """
 
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.cuda.nvfp4 import BlockScaledMatrix, block_scaled_linear, block_scaled_matrix
 from dflash_trt.backends.cuda.packed import FORMS, dense, packed_matrix, parts_of_one_input
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
-from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, runs_of_one_input
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
@@ -167,25 +166,17 @@ def _int8_linear(linear: Linear[Tensor], weight: Int8Weight[Tensor]) -> Linear[T
 
 
 def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weight:
-    assert weight.input_scale is not None
-    input_scales = cast("list[float]", weight.input_scale.tolist())
-    weight_scales = cast("list[float]", weight.weight_scale.tolist())
-    rows = row_scale(weight)
-    pieces, start = [], 0
-    segments = zip(input_scales, weight_scales, weight.segments, strict=True)
-    for input_scale, group in groupby(segments, key=lambda segment: segment[0]):
-        members = list(group)
-        stop = start + sum(size for _, _, size in members)
-        scales = {scale for _, scale, _ in members}
+    rows, pieces = row_scale(weight), []
+    for input_scale, start, stop in runs_of_one_input(weight):
+        scale, *others = set(rows[start:stop].tolist())
         pieces.append(
             Fp8Piece(
                 codes=weight.codes[start:stop],
                 input_scale=rows.new_tensor([input_scale]),
-                weight_scale=rows.new_tensor([scales.pop() if len(scales) == 1 else 1.0]),
-                row_scale=rows[start:stop] if len({scale for _, scale, _ in members}) > 1 else None,
+                weight_scale=rows.new_tensor([1.0 if others else scale]),
+                row_scale=rows[start:stop] if others else None,
             )
         )
-        start = stop
     return DeviceFp8Weight(segments=weight.segments, input_scale=weight.input_scale, pieces=tuple(pieces), dtype=dtype)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.formats.base import QuantizedWeight, repeated_by_segment, row_scale, slice_quantized
+from dflash_trt.formats.base import QuantizedWeight, repeated_by_segment, row_scale, runs_of_one_input, slice_quantized
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
 from dflash_trt.formats.int4 import Int4Weight
@@ -70,13 +69,9 @@ def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
 
 def parts_of_one_input(linear: Linear[Tensor], weight: QuantizedWeight[Tensor]) -> Iterator[Linear[Tensor]]:
     """The layer in runs of segments whose activations are quantized with the same scale."""
-    scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
-    start = 0
-    for _, group in groupby(zip(scales, weight.segments, strict=True), key=lambda segment: segment[0]):
-        stop = start + sum(rows for _, rows in group)
+    for _, start, stop in runs_of_one_input(weight):
         part = slice_quantized(weight, start, stop, lambda tensor, first, end: tensor[first:end])
         yield Linear(weight=part, bias=None if linear.bias is None else linear.bias[start:stop])
-        start = stop
 
 
 def expert_matrices(experts: StackedExperts[Tensor]) -> tuple[PackedMatrix, PackedMatrix]:

@@ -5,14 +5,13 @@ GEMM; otherwise each segment has its own quantization of the same input.
 """
 
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.dequantization import DEQUANTIZE, scalar_constant
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.inspection import linear_mark
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.formats.base import QuantizedWeight, slice_quantized
+from dflash_trt.formats.base import QuantizedWeight, runs_of_segments, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
 
@@ -27,12 +26,10 @@ def _parts(weight: QuantizedWeight[HostTensor]) -> list[QuantizedWeight[HostTens
     """Runs of segments that have one activation scale each (and, for NVFP4, one weight scale)."""
     columns = _scalar_columns(weight)
     scales = [tuple(column[i] for column in columns) for i in range(len(weight.segments))]
-    parts, start = [], 0
-    for _, run in groupby(zip(scales, weight.segments, strict=True), key=lambda pair: pair[0]):
-        stop = start + sum(rows for _, rows in run)
-        parts.append(slice_quantized(weight, start, stop, lambda tensor, first, last: tensor.rows(first, last)))
-        start = stop
-    return parts
+    return [
+        slice_quantized(weight, start, stop, lambda tensor, first, last: tensor.rows(first, last))
+        for _, start, stop in runs_of_segments(scales, weight.segments)
+    ]
 
 
 def _scalar_columns(weight: QuantizedWeight[HostTensor]) -> list[tuple[float, ...]]:

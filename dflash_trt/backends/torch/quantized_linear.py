@@ -7,7 +7,6 @@ product rounded once where they are no powers of two. Formats: `formats/base.py`
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,7 @@ from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.native.four_bits import four_bit_linear
 from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.backends.torch.native.linear import integer_linear
-from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, runs_of_one_input
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
@@ -59,17 +58,14 @@ def dequantize(
     which takes time.
     """
     assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
-    input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
     values = format_of(weight).unscaled(weight, operands or dtype).to(dtype)
     scales = None if weight.weight_scale is None else row_scale(weight)
-    pieces, start = [], 0
-    for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
-        stop = start + sum(rows for _, rows in group)
+    pieces = []
+    for input_scale, start, stop in runs_of_one_input(weight):
         scale = None if scales is None else scales[start:stop] * (1.0 if input_scale is None else input_scale)
         linear = Linear(weight=values[start:stop])
         linear = pack_for_cpu(linear, **packing) if is_kept else linear
         pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
-        start = stop
     return DequantizedWeight(
         segments=weight.segments,
         input_scale=weight.input_scale,
@@ -152,18 +148,14 @@ ACTIVATIONS: Final[dict[type[QuantizedWeight[Any]], QuantizeActivations]] = {
 
 def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tensor:
     """Real FP8 x FP8 with float32 sums, one GEMM per run of segments with the same activations."""
-    assert weight.input_scale is not None
-    scales, outs, start = row_scale(weight), [], 0
-    for input_scale, group in groupby(
-        zip(weight.input_scale.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]
-    ):
-        stop = start + sum(rows for _, rows in group)
+    scales, outs = row_scale(weight), []
+    for input_scale, start, stop in runs_of_one_input(weight):
+        assert input_scale is not None
         one = torch.ones((), device=x.device)
         product = torch._scaled_mm(
             quantized_fp8(x, input_scale), weight.codes[start:stop].t(), scale_a=one, scale_b=one, out_dtype=x.dtype
         )
         outs.append((product * (scales[start:stop] * input_scale)).to(x.dtype))
-        start = stop
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if bias is None else out + bias
 
