@@ -126,9 +126,12 @@ class WeightFormat(ABC):
     def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         """Layout of a weight of this shape, by field, in the order of the file."""
 
-    @abstractmethod
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        """W [..., out, in] without `weight_scale`, rounded at most once; exact if block scales have few bits."""
+        """W [..., out, in] without `weight_scale`, rounded at most once; exact if block scales have few bits.
+
+        By default the codes as numbers.
+        """
+        return weight.tensors()["codes"].to(dtype)
 
     @abstractmethod
     def quantize_matrix(

@@ -67,11 +67,6 @@ class Fp8(WeightFormat):
             codes=torch.cat([e4m3(part / scale[s]) for s, part in enumerate(parts)]),
         )
 
-    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        assert isinstance(weight, Fp8Weight)
-        values: Tensor = weight.codes.to(dtype)
-        return values
-
 
 class Fp8WeightOnly(WeightFormat):
     name = "fp8_w8a16"
@@ -86,11 +81,6 @@ class Fp8WeightOnly(WeightFormat):
         scale = e4m3_scale(weight.float().abs().amax(dim=1))
         codes = e4m3(weight.float() / scale[:, None])
         return Fp8RowWeight(segments=tuple(segments), weight_scale=scale, codes=codes)
-
-    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        assert isinstance(weight, Fp8RowWeight)
-        values: Tensor = weight.codes.to(dtype)
-        return values
 
 
 def e4m3_scale(amax: Tensor) -> Tensor:  # float32, any shape

@@ -54,11 +54,6 @@ class Int8(WeightFormat):
         codes, scale = token_codes(weight)
         return Int8Weight(segments=tuple(segments), weight_scale=scale.squeeze(1), codes=codes)
 
-    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        assert isinstance(weight, Int8Weight)
-        values: Tensor = weight.codes.to(dtype)
-        return values
-
 
 def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:  # [N, in] -> int8 [N, in], float32 [N, 1]
     """Codes of rows with their scales; a scale that is not finite makes the row's results so."""
