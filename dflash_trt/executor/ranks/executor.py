@@ -117,12 +117,16 @@ class RankedExecutor:
         check_plan(plan, self.limits)
         order = RunStep.after(self._sent_rows, plan)
         self._sent_rows = plan.rows
+        return self._step(lambda: self._workers.send(order), plan, lateness=1)
+
+    def _step(self, send: Callable[[], None], own: StepPlan, *, lateness: int) -> StepHandle:
+        """Send the workers' orders and submit this rank's step; a queued one may be compared late."""
 
         def start() -> StepHandle:
-            return self._start(lambda: self._workers.send(order), lambda: self._local.submit(plan))
+            return self._start(send, lambda: self._local.submit(own))
 
         if self.has_queue:
-            return _QueuedStep(start(), partial(self._finish, lateness=1))
+            return _QueuedStep(start(), partial(self._finish, lateness=lateness))
         return FinishedStep(lambda: self._finish(start().result))
 
     @property
@@ -245,14 +249,7 @@ class DataParallelExecutor(RankedExecutor):
         sent = self._sent or (None,) * len(plan.others)
         orders = [RunStep.after(before, other) for before, other in zip(sent, plan.others, strict=True)]
         self._sent = [other.rows for other in plan.others]
-        own = replace(plan, others=())
-
-        def start() -> StepHandle:
-            return self._start(lambda: self._workers.send_each(orders), lambda: self._local.submit(own))
-
-        if self.has_queue:
-            return _QueuedStep(start(), self._finish)
-        return FinishedStep(lambda: self._finish(start().result))
+        return self._step(lambda: self._workers.send_each(orders), replace(plan, others=()), lateness=0)
 
     def _finish(self, read: Callable[[], _Outcome], *, lateness: int = 0) -> _Outcome:
         """Read this rank's outcome, with the workers' results; logits of a rank alone are rounded in its own way."""
