@@ -163,17 +163,21 @@ def read_rotary_dim(reader: ConfigReader, head_dim: int, *, default: float) -> i
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
     """For each layer, True if it is sliding; None without `layer_types`."""
+    names = read_layer_kinds(reader, num_layers, ("full_attention", "sliding_attention"))
+    return None if names is None else tuple(name == "sliding_attention" for name in names)
+
+
+def read_layer_kinds(reader: ConfigReader, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    """`layer_types`, one of the `known` for each layer; None without."""
     names = reader.optional_texts("layer_types")
     if names is None:
         return None
-    known = {"full_attention": False, "sliding_attention": True}
-    unknown = sorted(set(names) - set(known))
-    if unknown:
+    if set(names) - set(known):
         reader.refuse("layer_types", expected=f"only {' and '.join(known)}", hint=NOT_IMPLEMENTED)
     elif len(names) != num_layers:
         expected = f"num_hidden_layers = {num_layers} entries"
         reader.refuse("layer_types", expected=expected, hint=f"The list has {len(names)}: one of the two is wrong.")
-    return tuple(known.get(name, False) for name in names)
+    return names
 
 
 def window_masks(reader: ConfigReader, is_sliding: Sequence[bool], window: int | None) -> list[dict[str, Any]]:

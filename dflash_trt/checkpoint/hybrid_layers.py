@@ -3,9 +3,15 @@
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
-from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope, read_rotary_dim
+from dflash_trt.checkpoint.decoder_config import (
+    NOT_IMPLEMENTED,
+    DecoderSizes,
+    read_layer_kinds,
+    read_rope,
+    read_rotary_dim,
+)
 from dflash_trt.checkpoint.foreign_names import ForeignTable, mlp_names, one, stacked_rows
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
+from dflash_trt.checkpoint.moe_config import softmax_moe
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.gated_delta import GatedDelta
 
@@ -41,12 +47,7 @@ def read_hybrid_mixers(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[s
 
 def read_shared_moe(reader: ConfigReader, *, normalizes: bool) -> dict[str, Any]:
     """Fields of a Moe whose tokens all go through one more expert, multiplied by a gate."""
-    reader.ignore(TRAINING_KEYS)
-    return {
-        **expert_counts(reader, ("num_experts", "num_local_experts")),
-        "intermediate_size": reader.integer("moe_intermediate_size"),
-        "routing": "softmax_top_k",
-        "normalizes_top_k": normalizes,
+    return softmax_moe(reader, normalizes=normalizes) | {
         "shared_size": reader.integer("shared_expert_intermediate_size"),
         "has_shared_gate": True,
     }
@@ -75,12 +76,5 @@ def shared_names(canonical: str, foreign: str) -> ForeignTable:
 def _layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """`layer_types`, or full attention in every `full_attention_interval`-th layer."""
     interval = reader.optional_integer("full_attention_interval") or 4
-    names = reader.optional_texts("layer_types")
-    if names is None:
-        return tuple(_LINEAR if (i + 1) % interval else _FULL for i in range(num_layers))
-    if set(names) - {_LINEAR, _FULL}:
-        reader.refuse("layer_types", expected=f"only {_LINEAR} and {_FULL}", hint=NOT_IMPLEMENTED)
-    elif len(names) != num_layers:
-        hint = f"The list has {len(names)}: one of the two is wrong."
-        reader.refuse("layer_types", expected=f"num_hidden_layers = {num_layers} entries", hint=hint)
-    return names
+    by_interval = tuple(_LINEAR if (i + 1) % interval else _FULL for i in range(num_layers))
+    return read_layer_kinds(reader, num_layers, (_LINEAR, _FULL)) or by_interval

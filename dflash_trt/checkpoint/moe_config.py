@@ -23,6 +23,17 @@ def expert_counts(
     return {"kind": "moe", "num_experts": num_experts, "num_experts_per_token": num_chosen}
 
 
+def softmax_moe(reader: ConfigReader, *, normalizes: bool) -> dict[str, Any]:
+    """Fields of a Moe as the Qwen families have it, without shared experts or biases."""
+    reader.ignore(TRAINING_KEYS)
+    return {
+        **expert_counts(reader, ("num_experts", "num_local_experts")),
+        "intermediate_size": reader.integer("moe_intermediate_size"),
+        "routing": "softmax_top_k",
+        "normalizes_top_k": normalizes,
+    }
+
+
 def _same_integer(reader: ConfigReader, name: str, *aliases: str) -> int:
     """Read a key that has several spellings, which must agree."""
     present = [alias for alias in (name, *aliases) if reader.has(alias)]

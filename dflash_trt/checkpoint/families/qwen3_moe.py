@@ -1,13 +1,12 @@
 """Qwen3-MoE: Qwen3's attention, and experts in most layers."""
 
 from collections.abc import Collection
-from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignTable, joint_expert_names, one, single_expert_names
-from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, expert_counts
+from dflash_trt.checkpoint.moe_config import softmax_moe
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.feed_forward import Moe
 
@@ -21,7 +20,8 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     reader.require("use_sliding_window", False, hint=NOT_IMPLEMENTED)
     reader.ignore(("sliding_window", "max_window_layers"))  # unused without use_sliding_window
     layers = layers_of(mixer, sizes.dense_fields(), sizes.full_masks())
-    moe = _read_moe(reader)
+    reader.require("shared_expert_intermediate_size", 0, hint=NOT_IMPLEMENTED)
+    moe = softmax_moe(reader, normalizes=reader.flag("norm_topk_prob", default=False))
     for i in expert_layers(reader, sizes.num_layers):
         layers[i]["feed_forward"] = moe
     return layers
@@ -32,18 +32,6 @@ def expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
     step = reader.optional_integer("decoder_sparse_step") or 1
     dense_layers = set(reader.optional_integers("mlp_only_layers") or ())
     return [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers]
-
-
-def _read_moe(reader: ConfigReader) -> dict[str, Any]:
-    """Read the fields of a Moe without shared experts or biases."""
-    reader.ignore(TRAINING_KEYS)
-    reader.require("shared_expert_intermediate_size", 0, hint=NOT_IMPLEMENTED)
-    return {
-        **expert_counts(reader, ("num_experts", "num_local_experts")),
-        "intermediate_size": reader.integer("moe_intermediate_size"),
-        "routing": "softmax_top_k",
-        "normalizes_top_k": reader.flag("norm_topk_prob", default=False),
-    }
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
