@@ -433,6 +433,18 @@ class PageCopyError(Exception):
     """Copies of a step were not made: pages and places hold something else than the scheduler believes."""
 
 
+class KnownStep:
+    """The handle of a step whose result is known before it is read; `when_read` is called then."""
+
+    def __init__(self, result: StepResult, when_read: Callable[[], None], *, elapsed_s: float) -> None:
+        self._result, self._when_read = result, when_read
+        self.elapsed_s = elapsed_s
+
+    def result(self) -> StepResult:
+        self._when_read()
+        return self._result
+
+
 class FinishedStep:
     """The handle of a step that `run` computes at once."""
 

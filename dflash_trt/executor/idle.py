@@ -1,27 +1,14 @@
 """An executor without a device, to measure host cost: it packs plans and returns made-up results."""
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.backends.step_inputs import StepPacker, StepShapes, updated_entries
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, KnownStep, StepPlan, StepResult
 
-
-class IdleStep:
-    """A step that has run at once."""
-
-    elapsed_s = 1e-3  # as a draft length policy may see it
-
-    def __init__(self, result: StepResult, when_read: Callable[[], None]) -> None:
-        self._result = result
-        self._when_read = when_read
-
-    def result(self) -> StepResult:
-        self._when_read()
-        return self._result
+_STEP_S = 1e-3  # time of a step, as a draft length policy may see it
 
 
 class MadeUpResults:
@@ -73,7 +60,7 @@ class IdleExecutor:
         self._page_table = np.zeros(limits.max_batch_size * limits.table_width, np.int32)
         self._read_s: float | None = None
 
-    def submit(self, plan: StepPlan) -> IdleStep:
+    def submit(self, plan: StepPlan) -> KnownStep:
         self._packer.pack(plan.rows, self._shapes.of(plan))
         updates = plan.page_updates
         if len(updates.slots):
@@ -82,7 +69,7 @@ class IdleExecutor:
         if self._read_s is not None:
             self.between_s.append(submitted_s - self._read_s)
             self._read_s = None
-        step = IdleStep(self._results.of(plan), self._note_read)
+        step = KnownStep(self._results.of(plan), self._note_read, elapsed_s=_STEP_S)
         self.own_s += time.thread_time() - submitted_s
         return step
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult, StepRows
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, KnownStep, StepPlan, StepResult, StepRows
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.step_costs import StepClock, StepTime
 from dflash_trt.plan.step_floor import floor_of
@@ -29,18 +29,6 @@ class SimulatedTime:
 
     def reach(self, time_s: float) -> None:
         self.now_s = max(self.now_s, time_s)
-
-
-class SimulatedStep:
-    """A submitted step, on a device that computes one after the other."""
-
-    def __init__(self, result: StepResult, elapsed_s: float, wait: Callable[[], None]) -> None:
-        self._result, self._wait = result, wait
-        self.elapsed_s = elapsed_s
-
-    def result(self) -> StepResult:
-        self._wait()
-        return self._result
 
 
 class SimulatedExecutor:
@@ -74,7 +62,7 @@ class SimulatedExecutor:
         self._context_lens: list[Array] = []  # by slot, of each rank with requests of its own
         self._free_s = 0.0  # when the device has done what it was given
 
-    def submit(self, plan: StepPlan) -> SimulatedStep:
+    def submit(self, plan: StepPlan) -> KnownStep:
         """All ranks take as long as the slowest."""
         plans = (plan, *plan.others)
         while len(self._context_lens) < len(plans):
@@ -89,7 +77,7 @@ class SimulatedExecutor:
         self.floor_s += floor_of(work, self._clock.gpu).total_s
         first, *others = (self._result(*parts) for parts in zip(plans, starts, self._context_lens, strict=True))
         result = replace(first, others=tuple(others))
-        return SimulatedStep(result, took.device_s, lambda: self._time.reach(ends_s))
+        return KnownStep(result, lambda: self._time.reach(ends_s), elapsed_s=took.device_s)
 
     def _starts(self, rows: StepRows, context_lens: Array) -> Array:
         starts: Array = np.where(rows.context_lens == CHAINED, context_lens[rows.slot_ids], rows.context_lens)

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from dflash_trt.bench import host
 from dflash_trt.bench.host import measure_host
 from dflash_trt.cli.main import cli
-from dflash_trt.executor.idle import IdleExecutor, IdleStep
+from dflash_trt.core.step_plan import KnownStep
+from dflash_trt.executor.idle import IdleExecutor
 from tests.serving.engines import Clock
 
 
@@ -34,7 +35,7 @@ def test_times_between_submissions_are_those_of_measured_steps(monkeypatch):
     class Numbered(IdleExecutor):
         """Each time is the number of its step."""
 
-        def submit(self, plan) -> IdleStep:
+        def submit(self, plan) -> KnownStep:
             self.num_steps = getattr(self, "num_steps", -1) + 1
             before = len(self.between_s)
             step = super().submit(plan)
