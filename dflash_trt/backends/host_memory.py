@@ -91,6 +91,21 @@ class HostMemory:
                 written.copy_(read, non_blocking=True)
 
 
+class HasPlaces:
+    """An executor of one rank, which has places."""
+
+    _host_memory: HostMemory
+
+    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
+        """See EngineExecutor."""
+        return [self._host_memory.bytes_of(place, is_state=is_state)]
+
+    @property
+    def place_files(self) -> dict[bool, int]:
+        """See ShardExecutor."""
+        return self._host_memory.files
+
+
 def _ends(tensors: Sequence[Tensor]) -> list[int]:
     """Where the part of each tensor's row ends in a place; the next one begins there."""
     return list(accumulate(-(-tensor[0].nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))

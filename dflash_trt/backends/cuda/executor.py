@@ -26,6 +26,7 @@ from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.cuda.shipped import use_shipped_kernels
 from dflash_trt.backends.cuda.step_launches import SAMPLING, DeviceSnapshots, LogitUse, StepLaunches, StepMemory
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
+from dflash_trt.backends.host_memory import HasPlaces
 from dflash_trt.backends.logit_rules import DeviceRules, mask_tensors
 from dflash_trt.backends.padding import StepShape, decode_shape, joint_rows, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
@@ -73,7 +74,7 @@ _SAMPLED: Final = LogitUse()
 _MAX_COMPILERS: Final = 32  # threads; Python's part of a compilation, a fifth, is one at a time
 
 
-class TorchGpuExecutor:
+class TorchGpuExecutor(HasPlaces):
     """Implements `core.step_plan.StepExecutor`.
 
     Owns pages, slots and staging memory; `device` holds weights. GPU errors are sticky: nothing runs after one in this
@@ -82,6 +83,7 @@ class TorchGpuExecutor:
 
     has_queue = True
     can_retry = False
+    _host_memory: PageLockedMemory
 
     def __init__(
         self,
@@ -403,15 +405,6 @@ class TorchGpuExecutor:
         return SamplingOutputs(
             **{item.name: getattr(acceptance, item.name) for item in fields(SamplingOutputs)}
         ), drafts
-
-    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
-        """See EngineExecutor."""
-        return [self._host_memory.bytes_of(place, is_state=is_state)]
-
-    @property
-    def place_files(self) -> dict[bool, int]:
-        """See ShardExecutor."""
-        return self._host_memory.files
 
     def close(self) -> None:
         """Free weights, pages and graphs at once, even if the executor is still referenced. Idempotent."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.graphs import Capture, CudaCapture, GraphCache
-from dflash_trt.backends.host_memory import HostMemory
+from dflash_trt.backends.host_memory import HasPlaces, HostMemory
 from dflash_trt.backends.padding import StepShape, full_block_shapes, prefill_kernel_shapes, verify_block_shape
 from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.slots import SlotSnapshots
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
-class TensorRTExecutor:
+class TensorRTExecutor(HasPlaces):
     """Implements `core.step_plan.StepExecutor` over a deserialized engine. Owns the pages and the slots.
 
     An error of a GPU is sticky: nothing runs after it in this process.
@@ -196,15 +196,6 @@ class TensorRTExecutor:
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
         return StagedStep(result, started, reader=scores)
-
-    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
-        """See EngineExecutor."""
-        return [self._host_memory.bytes_of(place, is_state=is_state)]
-
-    @property
-    def place_files(self) -> dict[bool, int]:
-        """See ShardExecutor."""
-        return self._host_memory.files
 
     def close(self) -> None:
         """Free engine, contexts and pages on the device at once, even if the executor is still referenced.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.host_memory import HostMemory
+from dflash_trt.backends.host_memory import HasPlaces, HostMemory
 from dflash_trt.backends.padding import StepShape, exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.sequence_batch import sequence_batches
@@ -85,7 +85,7 @@ _ANY_BATCH: Final = StepBatch(
 )
 
 
-class TorchExecutor:
+class TorchExecutor(HasPlaces):
     """Implements `core.step_plan.StepExecutor`. Owns the pages and the slots."""
 
     has_queue = False
@@ -300,15 +300,6 @@ class TorchExecutor:
             ops = self._ops(inputs, num_draft_tokens=0, joint=joint)
             logits.append(sequence_logits(ops, self.network, inputs, self._state))
         return torch.cat(logits)
-
-    def place_bytes(self, place: int, is_state: bool) -> list[memoryview]:
-        """See EngineExecutor."""
-        return [self._host_memory.bytes_of(place, is_state=is_state)]
-
-    @property
-    def place_files(self) -> dict[bool, int]:
-        """See ShardExecutor."""
-        return self._host_memory.files
 
     def close(self) -> None:
         """Free weights and pages at once, even if the executor is still referenced. Idempotent."""
