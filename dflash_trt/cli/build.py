@@ -284,7 +284,7 @@ def _lines_shown() -> "ProgressCallback":
 
 
 def _summary(engine: "EngineDir") -> dict[str, Any]:
-    provenance = engine.provenance()
+    provenance, quantization = engine.provenance(), engine.manifest.pretrained_config.quantization
     sizes = {name: (engine.path / name).stat().st_size for name in engine.file_names}
     return {
         "engine_dir": str(engine.path),
@@ -293,16 +293,11 @@ def _summary(engine: "EngineDir") -> dict[str, Any]:
         "file_size_bytes": sizes,
         "total_size_bytes": sum(sizes.values()),
         "build_time_s": provenance["build_time_s"],
-        "quantization": _quantization_fields(engine),
+        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
         "chat_template_options": engine.manifest.chat_template_options,
         "component_bytes": provenance["component_bytes"],
         "notes": provenance["notes"],
     }
-
-
-def _quantization_fields(engine: "EngineDir") -> dict[str, Any] | None:
-    quantization = engine.manifest.pretrained_config.quantization
-    return None if quantization is None else quantization.model_dump(mode="json")
 
 
 def _print_plan(plan: "QuantizationPlan", config: BuildConfig) -> None:

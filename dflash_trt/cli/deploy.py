@@ -113,10 +113,12 @@ def triton(
     if llmapi is not None:
         _write_llmapi(context, engine_dir, repository, llmapi, options)
         return
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import check_drafting
     from dflash_trt.servers.triton.repository import write_model
 
     deployment = _deployment(engine_dir, options)
-    _check_drafting(engine_dir, deployment)
+    check_drafting(EngineDir.open(engine_dir), deployment.settings.runtime)  # its load finds out about the rest
     model_dir = write_model(repository, deployment)
     click.echo(f"model {model_dir.name} in {repository}; serve it, to this machine alone, with")
     _print_command(repository, deployment)
@@ -188,14 +190,6 @@ def mpi(engine_dir: Path, gpus_per_node: int, port: int, hosts: str) -> None:
 
     nodes = nodes_of(EngineDir.open(engine_dir), gpus_per_node=gpus_per_node, port=port)
     click.echo(shlex.join(mpi_command(nodes, hosts.split(","))))
-
-
-def _check_drafting(engine_dir: Path, deployment: "Deployment") -> None:
-    """Raises ConfigError; the model's load finds out about the rest, on the machine that serves."""
-    from dflash_trt.engine_dir import EngineDir
-    from dflash_trt.executor.opening import check_drafting
-
-    check_drafting(EngineDir.open(engine_dir), deployment.settings.runtime)
 
 
 def _print_command(repository: Path, deployment: "Deployment") -> None:

@@ -25,7 +25,7 @@ from dflash_trt.core.runtime_config import NODES, RuntimeConfig
 from dflash_trt.core.sampling import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from dflash_trt.bench.comparison import Acceptance, ComparedText, Comparison, Gate, LogitsOf
+    from dflash_trt.bench.comparison import Comparison, Gate, LogitsOf
     from dflash_trt.engine_dir import EngineDir
 
 
@@ -72,16 +72,15 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, **optio
     gates = _gates(comparison, options)
     names = {"candidate": str(engine_dir), "baseline": str(against)}
     Report(
-        rows=[_row(job, text) for job, text in zip(jobs, comparison.texts, strict=True)],
+        rows=[
+            {"id": job.row_id, "category": job.category, **text.as_row()}
+            for job, text in zip(jobs, comparison.texts, strict=True)
+        ],
         lines=[*_table(comparison, **names), *gate_lines(gates)],
         facts={**names, **comparison.as_json(), "gates": gate_rows(gates)},
         draw=partial(_draw, comparison),
     ).publish(options)
     context.exit(exit_code(gates))
-
-
-def _row(job: Job, text: "ComparedText") -> dict[str, Any]:
-    return {"id": job.row_id, "category": job.category, **text.as_row()}
 
 
 def _draw(comparison: "Comparison", path: Path, caption: tuple[str, ...]) -> None:
@@ -259,17 +258,14 @@ def _table(comparison: "Comparison", *, baseline: str, candidate: str) -> list[s
     perplexities = (comparison.baseline_perplexity, comparison.candidate_perplexity)
     table.add_row("perplexity", *map(_number, perplexities), f"{comparison.num_prompt_positions} prompt positions")
     accepted = (comparison.baseline_acceptance, comparison.candidate_acceptance)
+    lengths = [_number(acceptance.acceptance_length) for acceptance in accepted]
     steps = " and ".join(str(acceptance.num_verify_steps) for acceptance in accepted)
-    table.add_row("acceptance length, bonus included", *map(_length, accepted), f"{steps} verify steps")
+    table.add_row("acceptance length, bonus included", *lengths, f"{steps} verify steps")
     table.add_row("acceptance ratio", "", _number(comparison.acceptance_ratio), "")
     console = Console(markup=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get().splitlines()
-
-
-def _length(acceptance: "Acceptance") -> str:
-    return _number(acceptance.acceptance_length)
 
 
 def _number(value: float | None) -> str:

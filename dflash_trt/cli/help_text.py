@@ -75,7 +75,7 @@ class LongCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if _shows_all(ctx):
+        if ctx.meta.get(__name__):
             super().format_options(ctx, formatter)
             return
         params = {param.name: param for param in self.get_params(ctx)}
@@ -85,10 +85,6 @@ class LongCommand(click.Command):
         records = [record for param in shown if (record := param.get_help_record(ctx)) is not None]
         with formatter.section(f"Common options ({num_others} more: {ctx.command_path} --help-all)"):
             formatter.write_dl(records)
-
-
-def _shows_all(context: click.Context) -> bool:
-    return bool(context.meta.get(__name__))
 
 
 def _print_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:

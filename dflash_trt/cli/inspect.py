@@ -199,8 +199,9 @@ def models_table(report: dict[str, Any]) -> "Table":
     if any(experts):
         table.add_row("experts", *(words or "none" for words in experts))
     table.add_row("vocabulary", *map(str, vocab_sizes))
-    ropes = [[mixer["rope"] for mixer in _parts(model, "mixer", "rope")] for model in models]
-    table.add_row("rope", *(_each_once(map(_rope_words, of_model)) for of_model in ropes))
+    by_model = ([mixer["rope"] for mixer in _parts(model, "mixer", "rope")] for model in models)
+    ropes = [_each_once(f"{rope['scaling']}, theta {rope['theta']:g}" for rope in of_model) for of_model in by_model]
+    table.add_row("rope", *ropes)
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
     table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
     has_ranks = report["mapping"]["world_size"] > 1
@@ -263,10 +264,6 @@ def _each_once(values: "Iterable[Any]") -> str:
 def _parts(model: dict[str, Any], part: str, name: str) -> list[dict[str, Any]]:
     """Mixers, or feed-forwards, of the layers whose kind has a field of this name."""
     return [layer[part] for layer in model["layers"] if name in layer[part]]
-
-
-def _rope_words(rope: dict[str, Any]) -> str:
-    return f"{rope['scaling']}, theta {rope['theta']:g}"
 
 
 def _window_words(mask: dict[str, Any]) -> str:

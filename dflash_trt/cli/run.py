@@ -108,7 +108,8 @@ def run(context: click.Context, /, **options: Any) -> None:
     if not told.as_json:
         for line in summary_lines(summary):
             click.echo(line, err=True)
-    _report_failures(failures, len(rows))
+    if failures:
+        click.secho(f"error: {listed_failures(failures, len(rows))}", fg="red", err=True)
     context.exit(ExitCode.REQUEST_FAILED if failures else ExitCode.DONE)
 
 
@@ -323,11 +324,6 @@ def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:
         yield f"{row.row_id}: {row.error}"
     elif output is not None:
         yield from (f"{row.row_id}: {sample.error}" for sample in output.samples if sample.error is not None)
-
-
-def _report_failures(failures: Sequence[str], num_rows: int) -> None:
-    if failures:
-        click.secho(f"error: {listed_failures(failures, num_rows)}", fg="red", err=True)
 
 
 def _print_row(fields: dict[str, Any]) -> None:

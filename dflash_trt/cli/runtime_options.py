@@ -31,7 +31,7 @@ def runtime_from_options(options: dict[str, Any]) -> RuntimeConfig:
     """
     fields: dict[str, Any] = {}
     for name, field in RuntimeConfig.model_fields.items():
-        given = options.pop(_parameter(name), None)
+        given = options.pop(flag_of(name).removeprefix("--").replace("-", "_"), None)
         is_switch = isinstance(field.default, bool)
         if given is None or (is_switch and not given):
             continue
@@ -62,10 +62,6 @@ def _typed(name: str, value: object) -> str:
         is_pair = RuntimeConfig.model_fields[name].default is None
         return f"--no-{flag.removeprefix('--')}" if is_pair and not value else flag
     return f"{flag} {lengths_text(value) if isinstance(value, Mapping) else shlex.quote(str(value))}"
-
-
-def _parameter(name: str) -> str:
-    return flag_of(name).removeprefix("--").replace("-", "_")
 
 
 def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
