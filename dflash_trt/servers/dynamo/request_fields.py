@@ -135,17 +135,14 @@ def read_request(request: Mapping[str, Any], *, defaults: Mapping[str, Any], max
     reports_drafts = annotated.pop(REPORTS_DRAFTS, False)
     if not isinstance(reports_drafts, bool):
         raise RequestError.about(REPORTS_DRAFTS, expected="true or false", found=_shown(reports_drafts))
+    known = {name: value for name, value in defaults.items() if name in _NAMES}
     return Order(
         prompt_token_ids=token_ids,
-        sampling=SamplingParams(**(most | _known(defaults) | _sampling(request) | annotated)),
+        sampling=SamplingParams(**(most | known | _sampling(request) | annotated)),
         cache_salt=routing.get("cache_salt") or "",
         priority=int(routing.get("priority") or 0),
         reports_drafts=reports_drafts,
     )
-
-
-def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name in _NAMES}
 
 
 def _unserved(request: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -62,13 +62,14 @@ def speculation(output: GenerationOutput, max_draft_len: int) -> dict[str, Any]:
     """Per-request numbers, in the words of benchmark clients (vLLM, aiperf)."""
     verified = [step for step in output.steps if step.num_candidates]
     counts = Counter(step.num_accepted for step in verified)
+    num_drafts = output.num_draft_tokens
     return {
         "num_spec_tokens": max_draft_len,
         "num_spec_steps": output.num_verify_steps,
-        "num_draft_tokens": output.num_draft_tokens,
+        "num_draft_tokens": num_drafts,
         "num_accepted_draft_tokens": output.num_accepted_tokens,
         "mean_acceptance_length": output.acceptance_length,
-        "draft_acceptance_rate": _ratio(output.num_accepted_tokens, output.num_draft_tokens),
+        "draft_acceptance_rate": output.num_accepted_tokens / num_drafts if num_drafts else None,
         "acceptance_histogram": [counts[length] for length in range(max_draft_len + 1)],
         "per_step_accepted": [step.num_accepted for step in verified],
         "per_step_drafted": [step.num_candidates for step in verified],
@@ -103,7 +104,3 @@ def _usage(output: GenerationOutput) -> dict[str, Any]:
             "rejected_prediction_tokens": rejected,
         },
     }
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
