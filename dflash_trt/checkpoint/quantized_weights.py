@@ -88,7 +88,8 @@ def resolve_quantized(
             source = sources[canonical] = QuantizedSource(parts=whole)
             if spec.num_experts and source.format is None:
                 finder.refuse_mixed(names[canonical], source)
-    used = {name for source in sources.values() for part in source.parts for name in _names(part)}
+    used_parts = (part for source in sources.values() for part in source.parts)
+    used = {tensor.name for part in used_parts for tensor in part.tensors.values()}
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
     return sources, replace(stored, tensors=rest)
 
@@ -203,7 +204,8 @@ class _Finder:
 
     def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, wanted: _Wanted) -> None:
         dtypes, shapes = stored_layout(field, claimed, wanted.stored_spec, is_transposed=wanted.is_transposed)
-        if tensor.dtype in dtypes and (tensor.shape in shapes or (field != "codes" and _squeezed(tensor) in shapes)):
+        is_shaped = tensor.shape in shapes or (field != "codes" and _without_ones(tensor.shape) in shapes)
+        if tensor.dtype in dtypes and is_shaped:
             return
         found = f"{tensor.dtype} {list(tensor.shape)}"
         block = weight_format(claimed.format).columns_per_block
@@ -273,14 +275,6 @@ def stored_layout(
     if is_transposed:
         shape = (*experts, *reversed(shape[-2:]))
     return dtypes, (shape, _without_ones(shape))
-
-
-def _names(part: QuantizedPart) -> list[str]:
-    return [tensor.name for tensor in part.tensors.values()]
-
-
-def _squeezed(tensor: StoredTensor) -> tuple[int, ...]:
-    return _without_ones(tensor.shape)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

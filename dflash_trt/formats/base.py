@@ -159,7 +159,12 @@ class WeightFormat(ABC):
         if weight.dim() == 2:
             return self.quantize_matrix(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
         experts = [
-            self.quantize(w, segments=segments, weight_amax=weight_amax[i], input_amax=_item(input_amax, i))
+            self.quantize(
+                w,
+                segments=segments,
+                weight_amax=weight_amax[i],
+                input_amax=None if input_amax is None else input_amax[i],
+            )
             for i, w in enumerate(weight)
         ]
         return _stacked(experts)
@@ -228,10 +233,6 @@ def segment_amax(weight: Tensor, segments: Sequence[int]) -> Tensor:  # float32 
 def _stacked(weights: Sequence[QuantizedWeight[Tensor]]) -> QuantizedWeight[Tensor]:
     tensors = [weight.tensors() for weight in weights]
     return weights[0].map_tensors(lambda name, _: torch.stack([each[name] for each in tensors]))
-
-
-def _item(tensor: Tensor | None, index: int) -> Tensor | None:
-    return None if tensor is None else tensor[index]
 
 
 def _require_ranges(amax: Tensor, subject: str) -> None:

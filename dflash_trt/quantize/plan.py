@@ -205,9 +205,9 @@ def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpe
 
 
 def _asked(name: str, spec: WeightSpec, config: QuantizationConfig, stored: QuantizationSpec) -> FormatChoice:
-    override = _override(name, config)
-    if override is not None:
-        return override
+    overrides = [choice for pattern, choice in config.overrides.items() if fnmatchcase(name, pattern)]
+    if overrides:
+        return overrides[-1]
     component = component_of(name, spec)
     choices: dict[Component, FormatChoice] = {
         "target": config.target,
@@ -219,11 +219,6 @@ def _asked(name: str, spec: WeightSpec, config: QuantizationConfig, stored: Quan
         "draft_lm_head": config.draft_lm_head,
     }
     return choices.get(component, "none")
-
-
-def _override(name: str, config: QuantizationConfig) -> FormatChoice | None:
-    matches = [choice for pattern, choice in config.overrides.items() if fnmatchcase(name, pattern)]
-    return matches[-1] if matches else None
 
 
 def _planned(name: str, spec: WeightSpec, asked: FormatChoice, stored: QuantizationSpec) -> PlannedLinear:

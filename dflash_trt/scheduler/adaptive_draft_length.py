@@ -137,7 +137,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if step.elapsed_s is None:
             return
         self._measured_s += step.elapsed_s
-        self._num_unobserved = 0 if step.num_draft_tokens else self._num_unobserved + _num_tokens(step)
+        num_tokens = step.num_decoding + step.num_prefill_tokens
+        self._num_unobserved = 0 if step.num_draft_tokens else self._num_unobserved + num_tokens
         if self._is_settled and self._num_steps_to_think % _SETTLED_INTERVAL:
             return
         if step.num_decoding and step.num_draft_tokens != self._current:
@@ -303,10 +304,6 @@ def _with_width(confidence: Array, width: int) -> Array:
     """[R, width]: an engine may make more drafts than the policy chooses from, or fewer."""
     missing = width - confidence.shape[1]
     return np.pad(confidence, ((0, 0), (0, missing)), constant_values=np.nan) if missing > 0 else confidence[:, :width]
-
-
-def _num_tokens(step: StepObservation) -> int:
-    return step.num_decoding + step.num_prefill_tokens
 
 
 def default_lengths(max_draft_len: int) -> list[int]:

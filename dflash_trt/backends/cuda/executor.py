@@ -172,7 +172,10 @@ class TorchGpuExecutor(HasPlaces):
         build = manifest.build_config
         network = load_network(engine, rank=rank, use_drafter=config.use_drafter, device=str(device))
         page_plan = plan_engine_pages(
-            manifest, config, free_bytes=partial(_free_bytes, device), default_fraction=GPU_FREE_MEMORY_FRACTION
+            manifest,
+            config,
+            free_bytes=lambda: int(torch.cuda.mem_get_info(device)[0]),
+            default_fraction=GPU_FREE_MEMORY_FRACTION,
         )
         executor = cls(
             network,
@@ -486,7 +489,3 @@ def _new_stream(device: torch.device) -> Any:
     torch.cuda.synchronize(device)
     make_stream: Any = torch.cuda.Stream  # untyped in PyTorch
     return make_stream(device)
-
-
-def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0])

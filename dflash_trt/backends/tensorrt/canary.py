@@ -84,7 +84,8 @@ def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str
             executor.submit(_moved(plan_of(chunk, max_pages=limits.max_pages), place, limits.max_pages)).result()
     rows = {}
     for name, pages in state.pages.items():
-        rows[name] = _rows_of(name, _by_parts(pages), place.first_pages[state.group_of(name)], num_tokens)
+        by_parts = pages if pages.dim() > 3 else pages[:, None]  # K and V; of latents and other rows there is one
+        rows[name] = _rows_of(name, by_parts, place.first_pages[state.group_of(name)], num_tokens)
     padding = limits.max_batch_size
     return rows | {name: _part_of(name, tensor, place.slot, padding=padding) for name, tensor in state.slots.items()}
 
@@ -114,11 +115,6 @@ def _part_of(name: str, tensor: Tensor, slot: int, *, padding: int) -> Tensor:
         found = f"{int(is_written.sum())} of them"
         raise _refusal(name, f"{is_written.numel()} values of slot {slot} to be written", found)
     return own.float()
-
-
-def _by_parts(pages: Tensor) -> Tensor:
-    """[pages, 2, page_size, heads, D] of K and V, [pages, 1, page_size, width] of latents and other rows."""
-    return pages if pages.dim() > 3 else pages[:, None]
 
 
 def _rows_of(name: str, pages: Tensor, first_page: int, num_tokens: int) -> Tensor:

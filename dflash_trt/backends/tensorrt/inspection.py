@@ -45,7 +45,7 @@ def _problems(name: str, weight_format: str, gemms: list[dict[str, Any]]) -> Ite
     if not gemms:
         yield problem(f"linear layer {name}", expected=expected, found="no GEMM with its name", hint=_HINT)
     for gemm in gemms:
-        if not any(_NARROW.search(text) for text in _operand_texts(gemm)):
+        if not any(_NARROW.search(text) for text in (str(gemm.get("TacticName", "")), *_types(gemm))):
             found = (
                 f"{gemm.get('TacticName') or gemm.get('LayerType')} over {', '.join(_types(gemm)) or 'unnamed types'}"
             )
@@ -54,11 +54,6 @@ def _problems(name: str, weight_format: str, gemms: list[dict[str, Any]]) -> Ite
 
 def _is_gemm(layer: Mapping[str, Any]) -> bool:
     return any(_GEMM.search(str(layer.get(key, ""))) for key in ("LayerType", "ParameterType", "TacticName"))
-
-
-def _operand_texts(layer: Mapping[str, Any]) -> Iterator[str]:
-    yield str(layer.get("TacticName", ""))
-    yield from _types(layer)
 
 
 def _types(layer: Mapping[str, Any]) -> Iterator[str]:

@@ -90,14 +90,10 @@ def _input_problems(layers: Layers, program: Program, inputs: Sequence[ITensor],
         fits = len(shape) == len(known) and all(
             size in (-1, 1) or wanted in (None, size) for size, wanted in zip(shape, known, strict=True)
         )
-        if not fits or tensor.dtype != _data_type(layers, rule, inputs[0]):
+        data_type = inputs[0].dtype if rule.dtype == "F" else layers.data_type(rule.dtype)
+        if not fits or tensor.dtype != data_type:
             found = f"{tensor.dtype.name} {list(shape)}"
             yield problem(f"input {rule.name}", expected=f"{rule.dtype} [{', '.join(rule.shape)}]", found=found)
-
-
-def _data_type(layers: Layers, rule: TensorRule, first: ITensor) -> object:
-    """F is the type of the first input."""
-    return first.dtype if rule.dtype == "F" else layers.data_type(rule.dtype)
 
 
 def _sum_of_first_elements(layers: Layers, inputs: Sequence[ITensor]) -> ITensor:  # float32 [1]
