@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.core.array import Array
-from dflash_trt.core.batch import (
-    RequestResult,
-    ScheduledRequest,
-    SlotMirror,
-    StepBatch,
-    StepSampling,
-    WindowColumns,
-    result_of,
-)
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, SlotMirror, StepBatch, StepSampling, WindowColumns
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.step_plan import (
     SNAPSHOTS,
@@ -35,6 +27,25 @@ from dflash_trt.core.step_plan import (
 DraftRule = Callable[[int, int], bool]
 
 _Slot = tuple[int, int]  # page id, offset
+
+
+def result_of(rows: tuple[RequestResult, ...], *, num_draft_tokens: int) -> StepResult:
+    """The arrays of such rows."""
+    width = num_draft_tokens + 1
+    emitted, logprobs = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    for r, row in enumerate(rows):
+        emitted[r, : len(row.emitted_tokens)] = row.emitted_tokens
+        logprobs[r, : len(row.logprobs)] = row.logprobs
+        if row.non_finite_position is not None:
+            logprobs[r, row.num_accepted] = np.nan
+    drafts = [row.draft_tokens or (0,) * num_draft_tokens for row in rows]
+    return StepResult(
+        emitted_tokens=emitted,
+        emitted_logprobs=logprobs,
+        num_accepted=np.array([row.num_accepted for row in rows], np.int32),
+        next_context_lens=np.array([row.next_context_len for row in rows], np.int32),
+        draft_tokens=np.array(drafts, np.int32).reshape(len(rows), num_draft_tokens),
+    )
 
 
 def always_right(seed: int, position: int) -> bool:

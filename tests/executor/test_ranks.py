@@ -18,15 +18,7 @@ import torch
 
 from dflash_trt.backends.cuda.backend import CudaBackend
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.core.batch import (
-    RequestResult,
-    ScheduledRequest,
-    StepBatch,
-    StepSampling,
-    plan_of,
-    result_of,
-    run_batch,
-)
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -50,6 +42,7 @@ from tests.executor.rank_engines import (
     skipping,
     write_calibration_prompts,
 )
+from tests.fake_executor import result_of
 from tests.traces import GREEDY, PROMPTS, SAMPLED, integers, logprobs, trace
 
 K = 3

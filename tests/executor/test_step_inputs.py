@@ -17,20 +17,13 @@ from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
 from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
 from dflash_trt.backends.torch.native.slots import NativeSlots
-from dflash_trt.core.batch import (
-    RequestResult,
-    ScheduledRequest,
-    StepBatch,
-    StepSampling,
-    plan_of,
-    request_results,
-    result_of,
-)
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, JointRows
 from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
+from tests.fake_executor import result_of
 from tests.reference_inputs import reference_inputs
 
 PREFILL = ScheduledRequest(

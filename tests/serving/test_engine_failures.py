@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, StepBatch, result_of
+from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.serving.engine_loop import EngineLoop
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import FakeExecutor, result_of
 from tests.scheduler.driver import expected_tokens, make_limits, make_request
 from tests.serving.engines import WAIT_S, make_executor, make_loop, run
 
