@@ -6,10 +6,9 @@ import torch
 from dflash_trt.backends.torch import int8_linear
 from dflash_trt.backends.torch.attention import read_pages, write_pages
 from dflash_trt.backends.torch.attention_plan import PageSlots, QueryGroup, Scratch
-from dflash_trt.backends.torch.quantized_linear import apply_quantized, fp8_gemm, prepare_linear
+from dflash_trt.backends.torch.quantized_linear import apply_quantized, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
-from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.int8 import MAX_COLUMNS, Int8Weight
 from dflash_trt.formats.registry import dequantize
 from dflash_trt.formats.registry import weight_format as known_format
@@ -148,14 +147,6 @@ def test_an_int8_product_that_saturates_is_not_used(monkeypatch: pytest.MonkeyPa
         assert torch.equal(apply_quantized(x, Linear(weight=weight)), expected)
     finally:
         int8_linear._is_int_mm_exact.cache_clear()
-
-
-@pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (1.0, 2.0, 3.0)])
-def test_the_fp8_gemm_of_pytorch_gives_what_the_exact_path_gives(input_amax: tuple[float, ...]) -> None:
-    weight, x = quantized_weight("fp8", input_amax=input_amax), activations().bfloat16()
-    assert isinstance(weight, Fp8Weight)
-    found = fp8_gemm(x, weight, None)
-    assert relative(found, defined_output(x.float(), weight, "fp8")) < BFLOAT16_TOLERANCE
 
 
 def test_fp8_pages_hold_rounded_keys_and_values() -> None:

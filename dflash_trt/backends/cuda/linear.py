@@ -18,7 +18,6 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.nvfp4 import BlockScaledMatrix, block_scaled_linear, block_scaled_matrix
 from dflash_trt.backends.cuda.packed import FORMS, dense, packed_matrix, parts_of_one_input
-from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, runs_of_one_input
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.int8 import Int8Weight
@@ -33,6 +32,7 @@ from dflash_trt.network.ops import Linear
 ACTIVATIONS: Final = (Fp8Weight, Int8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
 # Classes that stay quantized in the GPU's memory under unquantized activations.
 WEIGHT_ONLY: Final = tuple(kind for kind in FORMS if kind is not Int8Weight)
+_FP8_GEMM_CAPABILITY: Final = (8, 9)  # CUDA's: FP8 tensor cores from here on
 
 
 class Activation(Protocol):
@@ -152,7 +152,7 @@ def _apply_matrix(
 def _has_fp8_gemm(codes: Tensor) -> bool:
     if codes.shape[0] % 16 or codes.shape[1] % 16:
         return False  # cuBLASLt's alignment
-    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= FP8_GEMM_CAPABILITY
+    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= _FP8_GEMM_CAPABILITY
 
 
 def _int8_linear(linear: Linear[Tensor], weight: Int8Weight[Tensor]) -> Linear[Tensor]:

@@ -1,6 +1,6 @@
-"""Quantized linear layers in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
+"""Quantized linear layers in PyTorch on a CPU, exact.
 
-The exact path multiplies the codes themselves, which every compute dtype holds without rounding, and applies the
+They multiply the codes themselves, which every compute dtype holds without rounding, and applies the
 scales to the product: what the GPU formats do, up to the order of the sum. Block scales are in the operand, each
 product rounded once where they are no powers of two. Formats: `formats/base.py`.
 """
@@ -23,8 +23,6 @@ from dflash_trt.formats.int8 import Int8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
 from dflash_trt.formats.registry import format_of
 from dflash_trt.network.ops import Linear
-
-FP8_GEMM_CAPABILITY = (8, 9)  # CUDA's: FP8 tensor cores from here on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +80,10 @@ def prepare_linear(
     rounds_inputs: bool = False,  # see `pack_for_cpu`
     operands: torch.dtype | None = None,  # see `dequantize`
 ) -> Linear[Tensor]:
-    """The layer in the form its device computes with, once, at load.
+    """The layer in the form a CPU computes with, once, at load.
 
-    A CPU gets exact codes in `dtype`, and weights that are stored in fewer bits are widened to it. A GPU keeps what
-    saves memory: FP8 codes for its FP8 units, 4-bit weights with plain activations to be unpacked in each call.
-    Codes of INT8, and quantized experts, stay as they are anywhere.
+    It has exact codes in `dtype`, and weights that are stored in fewer bits are widened to it. Codes of INT8, and
+    quantized experts, stay as they are.
     """
     weight = linear.weight
     if isinstance(weight, Tensor):
@@ -94,10 +91,6 @@ def prepare_linear(
         wide = replace(linear, weight=weight.float()) if is_narrow else linear
         return pack_for_cpu(wide, kernels, rounds_inputs=rounds_inputs)
     if is_of_experts(weight):
-        return linear
-    if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
-        return linear
-    if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
     if kernels is not None and dtype == torch.float32:
         packed = integer_linear(linear, kernels) or four_bit_linear(linear, kernels, rounds_inputs=rounds_inputs)
@@ -112,13 +105,9 @@ def prepare_linear(
 def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x [N, in] -> [N, out] in x's dtype; see `formats/base.py` for what it computes."""
     weight = linear.weight
-    if isinstance(weight, Fp8Weight):
-        return fp8_gemm(x, weight, linear.bias)
     if isinstance(weight, Int8Weight):
         return apply_int8(x, weight, linear.bias)
-    assert isinstance(weight, QuantizedWeight)
-    if not isinstance(weight, DequantizedWeight):
-        weight = dequantize(weight, x.dtype, is_kept=False)
+    assert isinstance(weight, DequantizedWeight)
     outs = [_apply_piece(x, piece, weight.quantize) for piece in weight.pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if linear.bias is None else out + linear.bias
@@ -146,29 +135,9 @@ ACTIVATIONS: Final[dict[type[QuantizedWeight[Any]], QuantizeActivations]] = {
 }
 
 
-def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tensor:
-    """Real FP8 x FP8 with float32 sums, one GEMM per run of segments with the same activations."""
-    scales, outs = row_scale(weight), []
-    for input_scale, start, stop in runs_of_one_input(weight):
-        assert input_scale is not None
-        one = torch.ones((), device=x.device)
-        product = torch._scaled_mm(
-            quantized_fp8(x, input_scale), weight.codes[start:stop].t(), scale_a=one, scale_b=one, out_dtype=x.dtype
-        )
-        outs.append((product * (scales[start:stop] * input_scale)).to(x.dtype))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
-    return out if bias is None else out + bias
-
-
 def _apply_piece(x: Tensor, piece: Piece, quantize: QuantizeActivations | None) -> Tensor:
     x_dtype = x.dtype
     if piece.input_scale is not None and quantize is not None:
         x = quantize(x, piece.input_scale).to(x_dtype)  # exact: few significant bits
     product = apply_linear(x, piece.linear)
     return product if piece.scale is None else (product * piece.scale).to(x_dtype)  # the scales in float32
-
-
-def _runs_fp8_gemm(weight: Fp8Weight[Tensor]) -> bool:
-    if not weight.codes.is_cuda or weight.input_scale is None:
-        return False
-    return torch.cuda.get_device_capability(weight.codes.device) >= FP8_GEMM_CAPABILITY
