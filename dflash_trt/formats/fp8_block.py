@@ -69,10 +69,14 @@ class Fp8Block(WeightFormat):
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [rows, in] and scales [ceil(rows / 128), ceil(in / 128)] of one segment, in float32."""
-    blocks = [torch.split(rows, BLOCK_SIZE, dim=1) for rows in torch.split(weight, BLOCK_SIZE)]
-    scale = e4m3_scale(torch.stack([torch.stack([block.abs().amax() for block in row]) for row in blocks]))
+    row_amax = [_block_amax(rows.abs().amax(dim=0)) for rows in torch.split(weight, BLOCK_SIZE)]
+    scale = e4m3_scale(torch.stack(row_amax))
     by_row = scale.repeat_interleave(BLOCK_SIZE, dim=0)[: weight.shape[0]]
     return e4m3(weight / _by_column(by_row, weight.shape[1])), scale
+
+
+def _block_amax(column_amax: Tensor) -> Tensor:  # [in] -> [ceil(in / 128)]
+    return torch.stack([part.amax() for part in torch.split(column_amax, BLOCK_SIZE)])
 
 
 def _by_column(scale: Tensor, columns: int) -> Tensor:  # [..., blocks] -> [..., columns]

@@ -168,7 +168,7 @@ def _int8_linear(linear: Linear[Tensor], weight: Int8Weight[Tensor]) -> Linear[T
 def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weight:
     rows, pieces = row_scale(weight), []
     for input_scale, start, stop in runs_of_one_input(weight):
-        scale, *others = set(rows[start:stop].tolist())
+        scale, *others = torch.unique(rows[start:stop]).tolist()
         pieces.append(
             Fp8Piece(
                 codes=weight.codes[start:stop],

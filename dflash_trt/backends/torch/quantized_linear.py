@@ -1,6 +1,6 @@
 """Quantized linear layers in PyTorch on a CPU, exact.
 
-They multiply the codes themselves, which every compute dtype holds without rounding, and applies the
+They multiply the codes themselves, which every compute dtype holds without rounding, and apply the
 scales to the product: what the GPU formats do, up to the order of the sum. Block scales are in the operand, each
 product rounded once where they are no powers of two. Formats: `formats/base.py`.
 """
