@@ -46,7 +46,13 @@ class SmallLibrarySpec(LibrarySpec):
             chunk=CHUNK,
         )
         fixed = fixed_cases.variants(MAX_REQUESTS)
-        return unique_variants([*super().variants(), *experts, *deltas, *chunks, *latents, *fixed])
+        listed = [variant for variant in super().variants() if not _is_rare(variant.name)]
+        return unique_variants([*listed, *experts, *deltas, *chunks, *latents, *fixed])
+
+
+def _is_rare(name: str) -> bool:
+    """Of layers that no test has: with a soft cap, over FP8 pages or in a chain."""
+    return "softcap" in name and ("float8" in name or "chain" in name)
 
 
 if __name__ == "__main__":
