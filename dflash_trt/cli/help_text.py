@@ -75,7 +75,7 @@ class LongCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if ctx.meta.get(__name__):
+        if ctx.meta.get(__name__):  # --help-all
             super().format_options(ctx, formatter)
             return
         params = {param.name: param for param in self.get_params(ctx)}

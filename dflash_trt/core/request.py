@@ -43,7 +43,7 @@ def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
 def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> None:
     """Raise RequestError unless all are integers, Python's or NumPy's, of the vocabulary."""
     for token_id in token_ids:
-        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        is_integer = type(token_id) is int or (isinstance(token_id, Integral) and not isinstance(token_id, bool))
         if not is_integer or not 0 <= token_id < vocab_size:
             raise RequestError.about(
                 "prompt token",

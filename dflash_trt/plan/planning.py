@@ -151,11 +151,10 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         config, pair, unsupported=backend.unsupported, subject=backend.subject, capability=gpu.capability
     )
     pretrained, limits = described.pretrained_config, described.build_config
-    stored = (sum(by_format.values()) for by_format in rank_weight_bytes(pretrained).values())
     memory = rank_memory(
         pretrained,
         limits,
-        weights_bytes=sum(stored) if is_torch else rank_sizes(pretrained, limits).plan_bytes,
+        weights_bytes=_weights_bytes(pretrained) if is_torch else rank_sizes(pretrained, limits).plan_bytes,
         multiprocessors=gpu.num_multiprocessors,
         has_pages_last=not is_torch,
     )
@@ -206,6 +205,10 @@ def _refusals(config: PretrainedConfig) -> Iterator[str]:
 
     for problem in model_problems(config.target, config.draft):
         yield f"opened on a GPU, this engine is refused: {problem}"
+
+
+def _weights_bytes(config: PretrainedConfig) -> int:
+    return sum(sum(by_format.values()) for by_format in rank_weight_bytes(config).values())
 
 
 def _pages(engine: EngineDescription, free_bytes: int, fraction: float) -> PagePlan | None:

@@ -134,9 +134,9 @@ def test_a_report_for_a_person_has_each_fact_under_its_name(invoke: Invoke, monk
 
 
 def test_a_home_within_another_and_a_secret_in_json_are_left_out(monkeypatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/one"))
-    monkeypatch.setenv("HOME", "/home/one/inner")
-    assert _without_secrets('"/home/one/inner/x /home/one/y"') == '"~/x ~/y"'
+    monkeypatch.setattr(Path, "home", lambda: Path("/people/one"))
+    monkeypatch.setenv("HOME", "/people/one/inner")
+    assert _without_secrets('"/people/one/inner/x /people/one/y"') == '"~/x ~/y"'
     monkeypatch.setenv("HOME", "/")
     assert _without_secrets('"/a"') == '"/a"'
 

@@ -28,7 +28,7 @@ SMALL = (
 )
 SOFTCAPS_TOO = (*SMALL, "--pages", "network", "--softcaps", "with")
 
-ARCHITECTURES = ("90a", "103a")  # 100a has the instructions of 103a, and a test of its own
+ARCHITECTURES = ("90a", "103a")  # 100a, which is close to 103a, has a test of its own
 
 # Bytes, on sm_100a and 103a: of a drafter with a soft cap, which there is none of yet.
 SPILLED = {"attention_bfloat16_bfloat16_softcap_block_d64_t16_r256": 8}

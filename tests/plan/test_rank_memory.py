@@ -299,9 +299,8 @@ def test_whatever_is_largest_grows_with_its_own_sizes(part: str, tp_size: int) -
             "target's MLP": 64 * 3 * 64 // tp_size,
             "target's logits": 32 * 64 * gathered,
             "taps": 64 * len(draft.target_layer_ids) * 64,
-            "projection": 64
-            * 6
-            * 64,  # features of two positions, embeddings and features normed, joined, and the result
+            # Features of two positions, embeddings and features normed, both joined, and the result.
+            "projection": 64 * 6 * 64,
             "drafter's MLP": 32 * 3 * 64 // tp_size,
             "drafter's logits": 32 * 64 * gathered,
         }[part]

@@ -3,8 +3,7 @@
 `fbgemm_fp8` (Meta's Llama 3.1): a scale for each row, and activations that are quantized token by token.
 """
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
@@ -57,18 +56,10 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
         return None
     names, is_named = frozenset(ignored), name_matcher(ignored)
 
-    @cache
-    def has_owner(name: str) -> bool:
-        """The list has the name, or a dotted beginning of it: a module that contains it."""
-        return name in names or ("." in name and has_owner(name.rpartition(".")[0]))
-
-    @cache
-    def has_end(name: str) -> bool:
-        """The list has the name, or a dotted end of it."""
-        return name in names or ("." in name and has_end(name.partition(".")[2]))
-
     def format_of(module: str) -> StoredFormat | None:
-        is_ignored = any(has_owner(known) or has_end(known) for known in spellings(module))
+        if not ignored:
+            return stored
+        is_ignored = any(end in names for known in spellings(module) for end in _ends(known))
         return None if is_ignored or is_named(module) else stored
 
     return Scheme(source=subject, format_of=format_of)
@@ -87,6 +78,14 @@ def _stored(reader: ConfigReader) -> StoredFormat:
     if reader.has("weight_block_size"):
         return _BLOCKS
     return _STATIC if reader.value("activation_scheme") == "static" else _DYNAMIC
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Dotted beginnings and ends: a list may name a module, one that contains it, or the end of its name."""
+    words = name.split(".")
+    for length in range(1, len(words) + 1):
+        yield ".".join(words[:length])
+        yield ".".join(words[-length:])
 
 
 PRODUCER = Producer(name="FP8 (quant_method fp8 or fbgemm_fp8)", recognizes=recognizes, read=read)

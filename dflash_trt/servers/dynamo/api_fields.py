@@ -183,9 +183,9 @@ def _structured(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_prompt(path: str, body: Mapping[str, Any], limits: PromptLimits) -> None:
-    """Raise RequestError if the prompt's size alone shows that it cannot fit, or for a token id that is none.
+    """Raise RequestError for a prompt whose size alone shows that it cannot fit, and for token ids out of range.
 
-    The front end would tokenize the one, and would not say what is wrong with the other.
+    The front end would tokenize the first, and would refuse the second without saying why.
     """
     if path == COMPLETIONS:
         prompts: Any = body.get("prompt")

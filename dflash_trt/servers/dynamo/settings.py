@@ -66,7 +66,7 @@ class PageSettings(Frozen):
 
 
 class PromptLimits(Frozen):
-    """Those of the engine's PromptReader, for whoever has no tokenizer."""
+    """What the engine's PromptReader takes, for the gateway, which has no tokenizer."""
 
     max_tokens: int
     max_text_bytes: int

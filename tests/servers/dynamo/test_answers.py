@@ -163,7 +163,7 @@ def test_a_prompt_of_the_greatest_size_is_taken() -> None:
 @pytest.mark.parametrize(
     ("prompt", "found"), [([1, 9], "9"), ([-1], "-1"), ([[1], [2, 1.5]], "1.5"), ([True], "True"), ([None], "None")]
 )
-def test_a_token_id_that_is_none_is_refused_as_by_the_engine(prompt: Any, found: str) -> None:
+def test_a_token_id_out_of_range_is_refused_as_by_the_engine(prompt: Any, found: str) -> None:
     limits = PromptLimits(max_tokens=50, max_text_bytes=1000, vocab_size=9)
     with pytest.raises(RequestError, match=f"^prompt token: expected an integer from 0 to 8, found {found}. Encode"):
         check_prompt(COMPLETIONS, {"prompt": prompt}, limits)
