@@ -1,11 +1,14 @@
 """What a watcher is told of the prefix cache is all that a router needs to know its contents."""
 
 import random
+from typing import Any
 
 import pytest
 
+from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
+from dflash_trt.scheduler.shared_prefixes import SharedPrefixes
 from tests.scheduler.driver import make_driver, make_request
 
 
@@ -25,8 +28,41 @@ class Mirror:
         del self.prefixes[block_id]
 
 
+class Both:
+    """Tells two watchers."""
+
+    def __init__(self, *watchers: PrefixWatcher) -> None:
+        self.watchers = watchers
+
+    def stored(self, *block: Any) -> None:
+        for watcher in self.watchers:
+            watcher.stored(*block)
+
+    def removed(self, block_id: int) -> None:
+        for watcher in self.watchers:
+            watcher.removed(block_id)
+
+
 def path_tokens(node: PrefixNode | None) -> tuple[int, ...]:
     return () if node is None else (*path_tokens(node.parent), *node.token_ids)
+
+
+def use(store: PageStore, dice: random.Random) -> tuple[PrefixNode, str, list[int]]:
+    """Cache a prompt of up to four pages, and let go of it."""
+    tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
+    salt = dice.choice(["", "other"])
+    path = store.match([*tokens, 9], salt=salt)
+    with store.host.pinned(path):
+        held = store.retain(path)
+    node = path[-1] if path else None
+    for start in range(2 * len(path), len(tokens), 2):
+        (page_id,) = store.allocate(1)
+        node = store.insert(node, tokens[start : start + 2], page_id, salt=salt)
+        assert node is not None and node.page_id is not None
+        held.append(node.page_id)
+    assert node is not None
+    store.release(held)
+    return node, salt, tokens
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 1, 7])
@@ -35,26 +71,29 @@ def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use(num_host_pages
     store, mirror = PageStore(12, page_size=2, num_host_pages=num_host_pages), Mirror()
     store.watch(mirror)
     for _ in range(400):
-        tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
-        salt = dice.choice(["", "other"])
-        path = store.match([*tokens, 9], salt=salt)
-        with store.host.pinned(path):
-            held = store.retain(path)
-        node = path[-1] if path else None
-        for start in range(2 * len(path), len(tokens), 2):
-            (page_id,) = store.allocate(1)
-            node = store.insert(node, tokens[start : start + 2], page_id, salt=salt)
-            assert node is not None
-            assert node.page_id is not None
-            held.append(node.page_id)
-        assert node is not None and mirror.prefixes[node.block_id] == (salt, *tokens)
+        node, salt, tokens = use(store, dice)
+        assert mirror.prefixes[node.block_id] == (salt, *tokens)
         assert path_tokens(node) == tuple(tokens)
-        store.release(held)
         store.check_integrity([])
         assert store.num_kept <= len(mirror.prefixes) <= store.num_kept + store.host.num_kept
     assert store.num_evicted_pages > 0, "pages were evicted, and the mirror told"
     assert store.host.take_copies().is_onboard.any() == (num_host_pages > 0)
     store.forget_idle()
+    assert mirror.prefixes == {}
+
+
+def test_a_mirror_of_ranks_holds_what_any_of_them_has() -> None:
+    dice, mirror, own = random.Random(5), Mirror(), [Mirror(), Mirror()]
+    shared, stores = SharedPrefixes(mirror), [PageStore(9, page_size=2) for _ in own]
+    for store, alone in zip(stores, own, strict=True):
+        store.watch(Both(alone, shared.of_rank()))
+    for _ in range(300):
+        use(dice.choice(stores), dice)
+        held = sorted(mirror.prefixes.values())
+        assert held == sorted({prefix for alone in own for prefix in alone.prefixes.values()})
+    for store in stores:
+        assert store.num_evicted_pages > 0 and mirror.prefixes
+        store.forget_idle()
     assert mirror.prefixes == {}
 
 
