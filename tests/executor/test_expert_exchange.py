@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.expert_exchange import RowRouter
+from dflash_trt.backends.torch.expert_exchange import RowRouter, RowsByCounts
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.backends.torch.shared_rows import SharedRows
@@ -136,6 +136,22 @@ def test_the_rule_takes_the_cheaper_exchange_by_costs() -> None:
     assert sends_by_counts(moe, GPUS, num_rows=[1024] * 8, **sizes)
     slow = replace(GPUS, host_s=1e-3)
     assert not sends_by_counts(moe, slow, num_rows=[1024] * 8, **sizes)
+
+
+@pytest.mark.parametrize(("count", "width"), [(3, 64), (64, 16)])
+def test_a_step_chooses_as_the_rule_by_the_width_of_its_rows(count: int, width: int) -> None:
+    x, none = torch.zeros(count, width), (0, 0)
+    joint = JointRows(
+        num_tokens=(count, 2), num_requests=none, num_prompt_rows=none, num_draft_tokens=0, is_decode=False
+    )
+    chosen = set()
+    for host_s in (0.0, *(1e-3 * 1.5**n for n in range(40))):
+        costs = replace(GPUS, bytes_per_s=1.0, host_s=host_s)
+        shared = SharedRows(ranks=RecordedRanks.__new__(RecordedRanks), joint=joint, ep_size=2, costs=costs)
+        sizes = {"hidden_size": width, "itemsize": 4, "ep_size": 2, "num_rows": (count, 2)}
+        chosen.add(is_counted := isinstance(shared._expert_exchange(x, MOE, OF_TOKENS), RowsByCounts))
+        assert is_counted == sends_by_counts(MOE, costs, **sizes)
+    assert chosen == {False, True}
 
 
 def test_an_mlp_for_every_token_needs_all_rows_unless_it_has_a_norm_of_its_own() -> None:
