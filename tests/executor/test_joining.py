@@ -341,6 +341,30 @@ def test_the_end_waits_for_the_other_node(remote: tuple[RemoteRank, Peer]) -> No
     assert 0.2 < time.monotonic() - started_s < 5
 
 
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("its process was ended by SIGKILL", [Gone(3, "its process was ended by SIGKILL (node 1)")] * 2),
+        (None, [Gone(rank, "the command of its node was ended (node 1)") for rank in (2, 3)]),
+    ],
+)
+def test_node_0_is_told_of_the_first_rank_that_ended_unasked(ending: str | None, expected: list[Gone]) -> None:
+    told: list[Gone] = []
+    ended: list[int] = []
+    closed: list[int] = []
+
+    def rank_of(rank: int, ending: str | None, *, has_stopped: bool = False) -> Any:
+        process = SimpleNamespace(
+            rank=rank, has_stopped_as_asked=has_stopped, ending=lambda _: ending, end=lambda _: ended.append(rank)
+        )
+        peer = SimpleNamespace(pipe=SimpleNamespace(send=told.append), close=lambda: closed.append(rank))
+        return node._Rank(peer, process)
+
+    node_at(1)._end([rank_of(1, "its process exited with 0", has_stopped=True), rank_of(2, None), rank_of(3, ending)])
+    assert told == expected
+    assert (ended, closed) == ([2, 3], [1, 2, 3])
+
+
 def test_silence_of_a_machine_is_limited_on_each_connection() -> None:
     for peer in map(Peer, connected()):
         options = {
