@@ -81,6 +81,16 @@ def test_drafts_of_texts_are_counted_apart_from_those_of_the_drafter() -> None:
         assert len(event.ngram_draft_token_ids) >= event.num_candidates
 
 
+def test_no_draft_is_of_a_text_unless_the_scheduler_is_told() -> None:
+    driver = driver_of(ngram=False)
+    for request in requests_of():
+        driver.add(request)
+    for _ in range(20):
+        driver.step()
+    assert driver.scheduler.statistics().num_draft_tokens > 0
+    assert not [event for event in driver.events if event.ngram_draft_token_ids]
+
+
 def test_a_row_of_drafts_from_the_text_is_given_beside_chained_ones() -> None:
     driver = driver_of(vocab_size=997)
     driver.add(make_request("repeats", [1, 2, 3, 4, 5, 6, 7] * 2, max_new_tokens=40))
