@@ -12,6 +12,14 @@ def test_nobody_waits_for_a_request_that_has_ended() -> None:
     assert mailbox.wait(timeout_s=60)
 
 
+def test_a_request_without_a_limit_is_never_paused() -> None:
+    mailbox = Mailbox(arrived_s=0.0)
+    assert mailbox.take() == ([], False)
+    mailbox = Mailbox(arrived_s=0.0)
+    assert not any(mailbox.put(TokenEvent(request_id="r", token_ids=(1,) * 99), now) for now in (1.0, 2.0))
+    assert not mailbox.take()[1]
+
+
 def test_a_request_is_resumed_once_for_each_pause() -> None:
     mailbox, token = Mailbox(arrived_s=0.0, max_pending_tokens=2), TokenEvent(request_id="r", token_ids=(1,))
     for _ in range(2):
