@@ -12,6 +12,7 @@ import torch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.kernels.launch_rules import ANY_ROWS, MIN_DIRECT_ROWS, min_direct_rows
 from dflash_trt.kernels.programs.sampling import RULE_TENSORS
 from dflash_trt.kernels.rule_tensors import RuleTensors
 from plugins.aot.programs import programs_source
@@ -51,6 +52,17 @@ SIZES = {
 def cases(rule):
     names = [name for name in rule.__annotations__ if name != "return"]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(SIZES[name] for name in names))]
+
+
+def test_prompts_are_attended_directly_in_steps_that_must_have_one_with_rows_enough() -> None:
+    for num_requests, verify in itertools.product(SIZES["num_requests"], SIZES["num_verify_rows"]):
+        verified = num_requests * verify
+        for num_rows in {1, 63, 64, 65, verified - 1, verified, verified + 1, 2 * verified}:
+            least = min_direct_rows(num_rows=num_rows, num_requests=num_requests, num_verify_rows=verify)
+            if num_rows <= verified or num_rows < MIN_DIRECT_ROWS:
+                assert least == ANY_ROWS, "no launch for prompts"
+            else:
+                assert least == max(MIN_DIRECT_ROWS, verify + 1), "no verify block is taken for a prompt"
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
