@@ -228,6 +228,7 @@ def test_snapshots_take_at_most_a_quarter_of_the_host_s_part() -> None:
     num_snapshots = host_bytes // 4 // of_slot
     assert found.num_host_snapshots == num_snapshots > 2
     assert found.num_host_pages == (host_bytes - num_snapshots * of_slot) // states.bytes_per_token
+    assert found.host_bytes == num_snapshots * of_slot + found.num_host_pages * states.bytes_per_token
     assert f"and {num_snapshots} snapshots of prefixes" in str(found)
     for num_snapshots, given, words in (
         (0, host_bytes, "K/V memory with room for snapshots"),
