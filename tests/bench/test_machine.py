@@ -56,6 +56,18 @@ def test_costs_that_made_the_times_are_found_again() -> None:
     assert fitted_costs(probes(costs | {"layer_s": 2e-4}), lambda work: 1e-3)["layer_s"] == pytest.approx(2e-4)
 
 
+def test_models_of_probes_have_the_masks_and_the_values_of_trained_ones() -> None:
+    target, draft = machine_probes.probe_specs(CPU_SIZES[0])
+    assert all(layer.mixer.mask.is_causal for layer in target.layers)
+    assert not any(layer.mixer.mask.is_causal for layer in draft.layers)
+    for name, tensor in machine_probes._random_tensors(target, draft, torch.float32, CPU).items():
+        assert torch.equal(tensor, tensor.bfloat16().float())
+        if tensor.dim() == 1:
+            assert (tensor == 1).all(), f"{name} is a norm"
+        else:
+            assert 0.97 < tensor.std() * tensor.shape[-1] ** 0.5 < 1.03, f"{name} keeps the size of its rows"
+
+
 def test_a_cost_is_never_negative() -> None:
     costs = dict.fromkeys(COSTS, 0.0) | {"layer_s": 1e-4}
     times = [replace(item, seconds=item.seconds - 1e-5 * item.work.num_passes) for item in probes(costs)]
