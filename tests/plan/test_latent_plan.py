@@ -1,5 +1,6 @@
 """A target with latent attention of published size: what its pages cost, on one rank and on eight."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,22 @@ def test_eight_ranks_share_the_experts_and_copy_the_latents(kimi: PairSpecs) -> 
         "latent pages are whole on every rank: 68.6 KiB of each token's 68.6 KiB a rank, 549.0 KiB on 8"
     )
     assert not [note for note in made.notes if "refused" in note or "of a node" in note]
+
+
+@pytest.mark.parametrize(
+    ("fields", "other"),
+    [
+        ({}, "ranks with requests of their own (--attention-dp)"),
+        ({"first_k_dense_replace": 61}, "replicas on fewer ranks"),
+    ],
+)
+def test_what_holds_more_tokens_is_named_for_a_target_with_experts_and_one_without(
+    tmp_path: Path, fields: dict[str, Any], other: str
+) -> None:
+    specs = read_specs(write(tmp_path, "target", WRAPPER | {"text_config": KIMI_K2_6 | fields}), None)
+    made = plan_engine(BuildConfig(target="target", dtype="bfloat16", tp_size=8), specs, gpu_of("b300"))
+    (cost,) = [note for note in made.notes if note.startswith("latent")]
+    assert f"; {other}, or ranks that divide positions (--dcp-size 8), hold more tokens" in cost
 
 
 def test_ranks_that_divide_positions_hold_an_eighth_of_each_latent(kimi: PairSpecs) -> None:

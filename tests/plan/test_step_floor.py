@@ -272,6 +272,7 @@ def test_recurrent_states_of_all_slots_are_counted(tmp_path: Path) -> None:
 def test_gpus_have_ascending_memory_and_every_peak() -> None:
     assert [gpu.name for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes)] == ["h100", "h200", "b200", "b300"]
     for gpu in GPUS:
+        assert gpu_of(gpu.name) is gpu_of(gpu.name.upper()) is gpu
         assert gpu.bytes_per_s and gpu.link_bytes_per_s and gpu.capability
         assert gpu.flops_of(16) < gpu.flops_of(8) <= gpu.flops_of(4)
         assert (4 in gpu.peak_flops) == (gpu.capability >= (10, 0))
