@@ -25,10 +25,11 @@ def texts(*steps: list[tuple[int, int]]) -> list[tuple[TokenEvent, ...]]:
     return [output(*text).steps for text in steps]
 
 
-def test_the_numbers_of_an_engine_are_those_of_its_outputs() -> None:
-    outputs = [output(*steps) for steps in STEPS]
+@pytest.mark.parametrize("steps", [STEPS, [[(3, 1), (2, 0)], [(1, 1), (3, 0)]]], ids=["all positions", "the first"])
+def test_the_numbers_of_an_engine_are_those_of_its_outputs(steps: list[list[tuple[int, int]]]) -> None:
+    outputs = [output(*text) for text in steps]
     found = acceptance(counts_of_texts([one.steps for one in outputs]))
-    assert found is not None and found.num_verify_steps == 4
+    assert found is not None and found.num_verify_steps == 4 and len(found.by_position) == 3
     assert found.length == acceptance_length(outputs)
     assert found.by_position == accepted_fractions(outputs)
     assert acceptance(counts_of_texts(texts([], []))) is None and acceptance([]) is None
