@@ -1,6 +1,7 @@
 """A target with latent attention of published size: what its pages cost, on one rank and on eight."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from dflash_trt.checkpoint.specs import PairSpecs, read_specs
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import gpu_of
-from dflash_trt.plan.planning import plan_engine
+from dflash_trt.plan.planning import _latent_notes, plan_engine
 from dflash_trt.plan.step_work import EngineWork
 from tests.plan.test_step_floor import write
 
@@ -114,6 +115,13 @@ def test_what_holds_more_tokens_is_named_for_a_target_with_experts_and_one_witho
     made = plan_engine(BuildConfig(target="target", dtype="bfloat16", tp_size=8), specs, gpu_of("b300"))
     (cost,) = [note for note in made.notes if note.startswith("latent")]
     assert f"; {other}, or ranks that divide positions (--dcp-size 8), hold more tokens" in cost
+
+
+def test_the_cost_of_ranks_counts_the_part_that_each_of_them_copies() -> None:
+    states = SimpleNamespace(replicated_bytes_per_token=2048, bytes_per_token=3072)
+    mapping, target = SimpleNamespace(tp_size=4), SimpleNamespace(moes=())
+    [cost] = _latent_notes(SimpleNamespace(states=lambda: states, mapping=mapping, target=target))
+    assert ": 2.0 KiB of each token's 3.0 KiB a rank, 8.0 KiB on 4 ranks; " in cost
 
 
 def test_ranks_that_divide_positions_hold_an_eighth_of_each_latent(kimi: PairSpecs) -> None:
