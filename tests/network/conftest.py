@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_trt.backends.torch.native.library import CpuKernels
-from tests.network.arm_kernels import kernel_sets, kernels_of
+from tests.network.kernel_sets import kernel_sets, kernels_of
 
 
 @pytest.fixture(scope="module", params=kernel_sets())

@@ -235,6 +235,7 @@ def test_the_library_that_is_loaded_has_the_best_instructions_of_this_cpu() -> N
         "avx512vnni": "avx512_vnni",
         "avx512": "avx512vl",
         "avx2": "avx2",
+        "neondot": "asimddp",
         "neon": "asimd",
     }
     best = next(name for name, flag in sets.items() if flag in flags)

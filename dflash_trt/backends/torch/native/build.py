@@ -31,11 +31,12 @@ _INSTRUCTION_SETS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "avx512": _AVX512,
         "avx2": ("avx2", "fma"),
     },
-    "aarch64": {"neon": ("asimd",)},
+    "aarch64": {"neondot": ("asimd", "asimddp"), "neon": ("asimd",)},
 }
 _LEAST: Final = {"x86_64": "AVX2 with FMA", "aarch64": "Advanced SIMD (NEON)"}
 # GCC would load ahead of the products, and copy, until a tile needs more than the 32 registers.
-_NEON_FLAGS: Final = ("-march=armv8-a", "-fno-schedule-insns", "-fno-tree-pre")
+_NEON_FLAGS: Final = ("-fno-schedule-insns", "-fno-tree-pre")
+_ARM_ARCHITECTURES: Final = {"neondot": "armv8.2-a+dotprod", "neon": "armv8-a"}
 # Loops are OpenMP's, but the library names no runtime: it finds the one that PyTorch has loaded, with its threads.
 # A product and a sum are fused where the code says so, and nowhere else: else bits depend on the size of a tile.
 _COMPILE: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
@@ -93,8 +94,8 @@ def has_bfloat16_tiles() -> bool:
 
 def _flags(instruction_set: str) -> list[str]:
     """For the compiler."""
-    if instruction_set == "neon":
-        return list(_NEON_FLAGS)
+    if instruction_set in _ARM_ARCHITECTURES:
+        return [f"-march={_ARM_ARCHITECTURES[instruction_set]}", *_NEON_FLAGS]
     return [f"-m{name.replace('_', '')}" for name in _INSTRUCTION_SETS["x86_64"][instruction_set]]
 
 

@@ -1,9 +1,9 @@
 """Linear layers of the CPU kernels with weights of four bits, which stay four bits in memory.
 
 A code has a value, times the scale of its block of inputs. With float32 activations each weight is exact and sums are
-made in the order of the inputs. Activations that may be rounded become bfloat16 where the CPU multiplies that, and
-integers of 16 bits with a scale for each block elsewhere (not with AVX-512 alone); products of codes are added up by
-block (`src/four_bits.h`). Experts are multiplied where they are stored (`src/stored_codes.cpp`).
+made in the order of the inputs. Activations that may be rounded become integers of eight bits with a scale for each
+block, whose sums are exact (`src/four_bits.h`). Experts are multiplied where they are stored, with integers of 16 bits
+(`src/stored_codes.cpp`).
 """
 
 from __future__ import annotations

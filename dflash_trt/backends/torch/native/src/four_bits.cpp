@@ -10,21 +10,25 @@ namespace dflash_trt
 namespace
 {
 
-constexpr int kMostRows = kLanes == 16 ? 12 : 4;
+/// The sizes of a tile: rows at most, and vectors of outputs that some rows have sums for.
+template <typename Element>
+constexpr int kMostRows = std::is_same_v<Element, int8_t> ? kTiles.byte_rows : kLanes == 16 ? 12 : 4;
 
-/// Vectors of outputs that a tile of some rows has sums for.
 template <typename Element>
 constexpr int columns_of(int rows)
 {
-    constexpr bool kAddsBlocks = !std::is_same_v<Element, float>;
-    return kLanes == 16 ? (rows <= 2 ? 4 : rows <= 4 || !kAddsBlocks ? 2 : 1) : (rows == 1 || kAddsBlocks ? 2 : 1);
+    if (std::is_same_v<Element, int8_t>)
+    {
+        return rows <= kTiles.byte_rows_of_four ? 4 : rows <= 4 ? 2 : 1;
+    }
+    return kLanes == 16 ? (rows <= 2 ? 4 : 2) : rows == 1 ? 2 : 1;
 }
 
 /// Of activations, where a row has `block` inputs.
 template <typename Element>
 constexpr int64_t elements_of(int64_t block)
 {
-    return std::is_same_v<Element, Pair> ? block / 2 : std::is_same_v<Element, int16_t> ? CodedBlocks::kScale + block : block;
+    return std::is_same_v<Element, float> ? block : BlockHeader::kSize + block;
 }
 
 template <typename Element>
@@ -39,27 +43,32 @@ public:
     {
     }
 
-    /// All rows, in parts of the columns that the threads share.
+    /// All rows, in parts of the panels that the threads share. A panel stays in the first cache while the rows pass by.
     void run() const
     {
         int64_t const panels = (a_.num_out + kPanel - 1) / kPanel;
         int64_t const num_parts = std::min<int64_t>(a_.num_threads, panels);
-        int64_t const num_tiles = (x_.count + kMostRows - 1) / kMostRows;
+        int64_t const num_tiles = (x_.count + kMostRows<Element> - 1) / kMostRows<Element>;
+        int64_t const at_once = num_tiles > 1 ? 1 : panels;
 #pragma omp parallel for num_threads(num_parts) if (num_parts > 1)
         for (int64_t part = 0; part < num_parts; ++part)
         {
-            int64_t const start = panels * part / num_parts * kVectors, stop = panels * (part + 1) / num_parts * kVectors;
-            for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile)
+            int64_t const stop = panels * (part + 1) / num_parts;
+            for (int64_t panel = panels * part / num_parts; panel < stop; panel += at_once)
             {
-                int64_t const left = num_tiles - tile, count = (x_.count - row + left - 1) / left;
-                multiply<kMostRows>(row, count, start, stop);
-                row += count;
+                int64_t const end = std::min(panel + at_once, stop);
+                for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile)
+                {
+                    int64_t const left = num_tiles - tile, count = (x_.count - row + left - 1) / left;
+                    multiply<kMostRows<Element>>(row, count, panel * kVectors, end * kVectors);
+                    row += count;
+                }
             }
         }
     }
 
 private:
-    /// `count` rows from `row` on, at most kRows.
+    /// `count` rows from `row` on, at most kRows, with vectors of outputs.
     template <int kRows>
     void multiply(int64_t row, int64_t count, int64_t start, int64_t stop) const
     {
@@ -98,13 +107,11 @@ private:
                 sum = broadcast(0.0F);
             }
         }
-        int64_t const panel_bytes = layer_.panel_bytes();
-        uint8_t const* block = column_of(layer_.packed, panel_bytes, column);
-        int64_t const step = elements_of<Element>(layer_.block);
+        Outputs const first = Outputs::of(layer_, column);
         Element const* x = x_.first + row * x_.stride;
-        for (int64_t k = 0; k < a_.num_in; k += layer_.block, block += layer_.block_bytes(), x += step)
+        for (int64_t i = 0; i < a_.num_in / a_.block; ++i, x += elements_of<Element>(a_.block))
         {
-            multiply_block(layer_, table_, x, x_.stride, block, panel_bytes, sums);
+            multiply_block(first.after(i * layer_.block_bytes()), a_.block, table_, x, x_.stride, sums);
         }
         write(row, column * kLanes, sums);
     }
@@ -162,13 +169,15 @@ void dflash_trt_cpu_pack_four_bits(
             {
                 std::memcpy(to + out * sizeof(BFloat16), scales + (first + out) * num_blocks + i, sizeof(BFloat16));
                 uint8_t const* const from = codes + ((first + out) * num_blocks + i) * num_bytes;
-                uint8_t* group = to + kScaleBytes + out * 2;
-                for (int64_t byte = 0; byte < num_bytes; byte += 2, group += kGroupBytes)
+                uint8_t* group = to + kScaleBytes + out * 4;
+                for (int64_t byte = 0; byte < num_bytes; byte += 4, group += kGroupBytes)
                 {
-                    uint16_t four; // codes, of which the second and the third change places
-                    std::memcpy(&four, from + byte, sizeof(four));
-                    four = static_cast<uint16_t>((four & 0xF00F) | (four & 0x00F0) << 4 | (four >> 4 & 0x00F0));
-                    std::memcpy(group, &four, sizeof(four));
+                    for (int e = 0; e < 4; ++e)
+                    {
+                        int const shift = e % 2 * 4;
+                        int const low = from[byte + e / 2] >> shift & 15, high = from[byte + 2 + e / 2] >> shift & 15;
+                        group[e] = static_cast<uint8_t>(low | high << 4);
+                    }
                 }
             }
         }
@@ -182,21 +191,11 @@ void dflash_trt_cpu_four_bit_linear(DflashTrtFourBitLinear const* arguments)
     {
         return multiply_stored(a);
     }
-#if defined(__AVX512BF16__)
-    if (a.rounds_inputs)
-    {
-        thread_local std::vector<Pair> rounded;
-        rounded.resize(a.num_rows * a.num_in / 2);
-        round_rows(a.x, a.num_rows * a.num_in, &rounded.data()->first);
-        return Product<Pair>(a, {rounded.data(), a.num_in / 2, a.num_rows}).run();
-    }
-#elif !defined(__AVX512F__)
     if (a.rounds_inputs)
     {
         thread_local CodedBlocks coded;
         coded.fill(a.x, a.num_rows, a.num_in, a.block);
-        return Product<int16_t>(a, coded.rows()).run();
+        return Product<int8_t>(a, coded.rows()).run();
     }
-#endif
     Product<float>(a, {a.x, a.num_in, a.num_rows}).run();
 }

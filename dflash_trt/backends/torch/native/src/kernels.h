@@ -71,7 +71,7 @@ struct DflashTrtFourBitLinear
     float const* bias;        // null: none
     float* out;
     int32_t num_threads;
-    int32_t rounds_inputs; // of panels, to bfloat16 with AVX-512 BF16; to 16 bits by block with AVX2, NEON and stored codes
+    int32_t rounds_inputs; // to integers by block: of eight bits, or with stored codes of 16
     int32_t has_powers;    // block_scales are bytes of which 127 stands for 1, else bfloat16
 };
 

@@ -49,6 +49,7 @@ struct Tiles
 {
     int rows, code_rows;             // at most
     int rows_of_eight, rows_of_four; // at most, where a tile has 8 vectors of columns, or 4; others have 2
+    int byte_rows, byte_rows_of_four; // the same of activations in bytes and weights of four bits
 };
 
 /// Two elements of bfloat16.
@@ -57,11 +58,37 @@ struct Pair
     uint16_t first, second;
 };
 
+/// What codes of four bits stand for, as bytes: doubled, which is an integer of at most 16, plus `zero`.
+struct DoubledValues
+{
+    int8_t bytes[16];
+
+    explicit DoubledValues(float const* values, int zero)
+    {
+        for (int i = 0; i < 16; ++i)
+        {
+            bytes[i] = static_cast<int8_t>(static_cast<int>(2.0F * values[i]) + zero);
+        }
+    }
+
+#if !defined(__ARM_NEON)
+    __m128i vector() const { return _mm_loadu_si128(reinterpret_cast<__m128i const*>(bytes)); }
+#endif
+};
+
+/// Four bytes as they lie.
+inline int32_t word_of(int8_t const* from)
+{
+    int32_t word;
+    std::memcpy(&word, from, sizeof(word));
+    return word;
+}
+
 #if defined(__AVX512F__)
 
 using Vec = __m512;
 constexpr int kLanes = 16;
-constexpr Tiles kTiles{12, 8, 2, 4};
+constexpr Tiles kTiles{12, 8, 2, 4, 12, 2};
 
 inline Vec load(float const* from) { return _mm512_loadu_ps(from); }
 inline Vec load(BFloat16 const* from)
@@ -81,11 +108,7 @@ using Bits = __m512i;
 
 inline Bits load_bits(Pair const* from) { return _mm512_loadu_si512(from); }
 
-/// 16 bits for each lane.
-inline Bits load_words(uint8_t const* from)
-{
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)));
-}
+inline Bits load_bits(uint8_t const* from) { return _mm512_loadu_si512(from); }
 
 template <int kShift>
 inline Bits shifted(Bits bits)
@@ -93,31 +116,29 @@ inline Bits shifted(Bits bits)
     return _mm512_srli_epi32(bits, kShift);
 }
 
+/// What stands for 0 among weights that are bytes without a sign.
+constexpr int kZeroByte = 16;
+
 /// The values of codes of four bits.
 struct CodeTable
 {
     Vec floats;
-    Bits halves; // twice, as bfloat16
+    Bits bytes; // the values, doubled, plus kZeroByte
 
     explicit CodeTable(float const* values)
         : floats(load(values))
+        , bytes(_mm512_broadcast_i32x4(DoubledValues(values, kZeroByte).vector()))
     {
-        BFloat16 rounded[32];
-        for (int i = 0; i < 32; ++i)
-        {
-            rounded[i] = rounded_to_bfloat16(values[i % 16]);
-        }
-        halves = _mm512_loadu_si512(rounded);
     }
 
     Vec values_of(Bits codes) const { return _mm512_permutexvar_ps(codes, floats); } // of their lowest four bits
 
-    /// Of the low and of the high codes of two bytes a lane, as pairs.
-    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    /// Of the low and of the high codes.
+    void bytes_of(Bits codes, Bits& low, Bits& high) const
     {
-        Bits const codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)));
-        low = _mm512_permutexvar_epi16(codes, halves);
-        high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), halves);
+        Bits const mask = _mm512_set1_epi8(15);
+        low = _mm512_shuffle_epi8(bytes, _mm512_and_si512(codes, mask));
+        high = _mm512_shuffle_epi8(bytes, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
     }
 };
 
@@ -134,9 +155,7 @@ inline Bits load_codes(uint8_t const* from) { return _mm512_loadu_si512(from); }
 /// The products of kCodes weights of each lane with kCodes activations, to the sums.
 inline Bits add_products(Bits weights, Code const* x, Bits sums)
 {
-    int32_t bits;
-    std::memcpy(&bits, x, sizeof(bits));
-    return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(bits));
+    return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(word_of(x)));
 }
 
 #else
@@ -154,6 +173,19 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     std::memcpy(&bits, x, sizeof(bits));
     return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, _mm512_set1_epi32(bits)));
 }
+
+/// See below.
+struct ByteSums
+{
+    static constexpr int kSums = 2;
+    Bits sums;
+
+    void add(Bits weights, int8_t const* x)
+    {
+        sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, broadcast_integer(word_of(x))));
+    }
+    Bits total() const { return _mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
+};
 
 #endif
 
@@ -206,7 +238,7 @@ struct Vec
 };
 
 constexpr int kLanes = 8;
-constexpr Tiles kTiles{5, 4, 0, 2}; // no operand of a product comes from memory
+constexpr Tiles kTiles{5, 4, 0, 2, 3, 1}; // no operand of a product comes from memory
 
 inline Vec operator+(Vec a, Vec b) { return {a.low + b.low, a.high + b.high}; }
 inline Vec operator-(Vec a, Vec b) { return {a.low - b.low, a.high - b.high}; }
@@ -251,18 +283,11 @@ inline Vec scaled_by_power(Vec x, Vec exponent)
     return {scaled(x.low, exponent.low), scaled(x.high, exponent.high)};
 }
 
-inline Bits load_bits(Pair const* from)
+inline Bits load_bits(uint8_t const* from)
 {
-    auto const* const words = reinterpret_cast<uint8_t const*>(from);
-    return {vreinterpretq_u32_u8(vld1q_u8(words)), vreinterpretq_u32_u8(vld1q_u8(words + 16))};
+    return {vreinterpretq_u32_u8(vld1q_u8(from)), vreinterpretq_u32_u8(vld1q_u8(from + 16))};
 }
-
-/// 16 bits for each lane.
-inline Bits load_words(uint8_t const* from)
-{
-    uint16x8_t const words = vreinterpretq_u16_u8(vld1q_u8(from));
-    return {vmovl_u16(vget_low_u16(words)), vmovl_high_u16(words)};
-}
+inline Bits load_bits(Pair const* from) { return load_bits(reinterpret_cast<uint8_t const*>(from)); }
 
 template <int kShift>
 inline Bits shifted(Bits bits)
@@ -270,21 +295,18 @@ inline Bits shifted(Bits bits)
     return {bits.low >> kShift, bits.high >> kShift};
 }
 
+constexpr int kZeroByte = 0; // bytes have a sign
+
 /// The values of codes of four bits.
 struct CodeTable
 {
-    uint8x16x4_t bytes; // of the values
-    int8x16_t twice;    // the values, doubled
+    uint8x16x4_t floats; // their bytes
+    int8x16_t bytes;     // the values, doubled
 
     explicit CodeTable(float const* values)
+        : bytes(vld1q_s8(DoubledValues(values, kZeroByte).bytes))
     {
-        std::memcpy(&bytes, values, sizeof(bytes));
-        int8_t doubled[16];
-        for (int i = 0; i < 16; ++i)
-        {
-            doubled[i] = static_cast<int8_t>(2.0F * values[i]);
-        }
-        twice = vld1q_s8(doubled);
+        std::memcpy(&floats, values, sizeof(floats));
     }
 
     Vec values_of(Bits codes) const // of their lowest four bits
@@ -292,25 +314,23 @@ struct CodeTable
         return as_floats({values_of(codes.low), values_of(codes.high)});
     }
 
-    /// Of the low and of the high codes of two bytes a lane, doubled, as `load_codes` has weights.
-    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    /// Of the low and of the high codes.
+    void bytes_of(Bits codes, Bits& low, Bits& high) const
     {
-        uint8x8x2_t const codes = vld2_u8(from);
-        uint8x8_t const first = codes.val[0], second = codes.val[1];
-        low = {wide_values_of(vand_u8(first, vdup_n_u8(15))), wide_values_of(vand_u8(second, vdup_n_u8(15)))};
-        high = {wide_values_of(vshr_n_u8(first, 4)), wide_values_of(vshr_n_u8(second, 4))};
+        low = {bytes_of(codes.low & 0x0F0F0F0FU), bytes_of(codes.high & 0x0F0F0F0FU)};
+        high = {bytes_of(codes.low >> 4 & 0x0F0F0F0FU), bytes_of(codes.high >> 4 & 0x0F0F0F0FU)};
     }
 
 private:
-    uint32x4_t wide_values_of(uint8x8_t codes) const
+    uint32x4_t bytes_of(uint32x4_t codes) const
     {
-        return vreinterpretq_u32_s16(vmovl_s8(vqtbl1_s8(twice, codes)));
+        return vreinterpretq_u32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_u32(codes)));
     }
 
     uint32x4_t values_of(uint32x4_t codes) const
     {
         uint32x4_t const indices = (codes & 15U) * 0x04040404U + 0x03020100U; // of the four bytes of each value
-        return vreinterpretq_u32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(indices)));
+        return vreinterpretq_u32_u8(vqtbl4q_u8(floats, vreinterpretq_u8_u32(indices)));
     }
 };
 
@@ -323,6 +343,23 @@ inline Vec as_values(Bits integers)
 {
     return {vcvtq_f32_s32(vreinterpretq_s32_u32(integers.low)), vcvtq_f32_s32(vreinterpretq_s32_u32(integers.high))};
 }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+using Code = int8_t;
+constexpr int kCodes = 4, kZero = 0;
+
+inline Bits load_codes(uint8_t const* from) { return load_bits(from); }
+inline Bits add_products(Bits weights, Code const* x, Bits sums)
+{
+    int8x16_t const four = vreinterpretq_s8_s32(vdupq_n_s32(word_of(x)));
+    auto const added = [four](uint32x4_t sums, uint32x4_t weights) {
+        return vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sums), vreinterpretq_s8_u32(weights), four));
+    };
+    return {added(sums.low, weights.low), added(sums.high, weights.high)};
+}
+
+#else
 
 using Code = int16_t;
 constexpr int kCodes = 2, kZero = 0;
@@ -345,6 +382,33 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     return {vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)};
 }
 
+/// See below.
+struct ByteSums
+{
+    static constexpr int kSums = 2;
+    Bits sums;
+
+    void add(Bits weights, int8_t const* x)
+    {
+        int8x8_t const four = vreinterpret_s8_s32(vdup_n_s32(word_of(x)));
+        sums = {added(sums.low, weights.low, four), added(sums.high, weights.high, four)};
+    }
+
+    Bits total() const { return {added_up(sums.low), added_up(sums.high)}; }
+
+private:
+    static uint32x4_t added(uint32x4_t sums, uint32x4_t weights, int8x8_t four)
+    {
+        int8x16_t const bytes = vreinterpretq_s8_u32(weights);
+        int16x8_t const first = vmull_s8(vget_low_s8(bytes), four), second = vmull_s8(vget_high_s8(bytes), four);
+        return vreinterpretq_u32_s16(vreinterpretq_s16_u32(sums) + vpaddq_s16(first, second));
+    }
+
+    static uint32x4_t added_up(uint32x4_t sums) { return vreinterpretq_u32_s32(vpaddlq_s16(vreinterpretq_s16_u32(sums))); }
+};
+
+#endif
+
 inline Vec load_firsts(Pair const* from)
 {
     Bits const bits = load_bits(from);
@@ -360,7 +424,7 @@ inline Vec load_seconds(Pair const* from)
 
 using Vec = __m256;
 constexpr int kLanes = 8;
-constexpr Tiles kTiles{6, 3, 1, 3};
+constexpr Tiles kTiles{6, 3, 1, 3, 4, 2};
 
 inline Vec load(float const* from) { return _mm256_loadu_ps(from); }
 inline Vec load(BFloat16 const* from)
@@ -389,11 +453,7 @@ using Bits = __m256i;
 
 inline Bits load_bits(Pair const* from) { return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)); }
 
-/// 16 bits for each lane.
-inline Bits load_words(uint8_t const* from)
-{
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<__m128i const*>(from)));
-}
+inline Bits load_bits(uint8_t const* from) { return _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from)); }
 
 template <int kShift>
 inline Bits shifted(Bits bits)
@@ -401,22 +461,20 @@ inline Bits shifted(Bits bits)
     return _mm256_srli_epi32(bits, kShift);
 }
 
+/// What stands for 0 among weights that are bytes without a sign.
+constexpr int kZeroByte = 16;
+
 /// The values of codes of four bits.
 struct CodeTable
 {
     Vec first, second; // of codes 0 to 7, and of 8 to 15
-    __m128i twice;     // the values, doubled, as bytes
+    Bits bytes;        // the values, doubled, plus kZeroByte
 
     explicit CodeTable(float const* values)
         : first(load(values))
         , second(load(values + 8))
+        , bytes(_mm256_broadcastsi128_si256(DoubledValues(values, kZeroByte).vector()))
     {
-        int8_t doubled[16];
-        for (int i = 0; i < 16; ++i)
-        {
-            doubled[i] = static_cast<int8_t>(2.0F * values[i]);
-        }
-        twice = _mm_loadu_si128(reinterpret_cast<__m128i const*>(doubled));
     }
 
     Vec values_of(Bits codes) const // of their lowest four bits
@@ -425,12 +483,12 @@ struct CodeTable
         return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
     }
 
-    /// Of the low and of the high codes of two bytes a lane, doubled, as `load_codes` has weights.
-    void pairs_of(uint8_t const* from, Bits& low, Bits& high) const
+    /// Of the low and of the high codes.
+    void bytes_of(Bits codes, Bits& low, Bits& high) const
     {
-        __m128i const codes = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from)), mask = _mm_set1_epi8(15);
-        low = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(twice, _mm_and_si128(codes, mask)));
-        high = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(twice, _mm_and_si128(_mm_srli_epi16(codes, 4), mask)));
+        Bits const mask = _mm256_set1_epi8(15);
+        low = _mm256_shuffle_epi8(bytes, _mm256_and_si256(codes, mask));
+        high = _mm256_shuffle_epi8(bytes, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
     }
 };
 
@@ -451,12 +509,40 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(bits)));
 }
 
+/// See below.
+struct ByteSums
+{
+    static constexpr int kSums = 2;
+    Bits sums;
+
+    void add(Bits weights, int8_t const* x)
+    {
+        sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, broadcast_integer(word_of(x))));
+    }
+    Bits total() const { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+};
+
 inline Vec as_floats(Bits bits) { return _mm256_castsi256_ps(bits); }
 inline Vec load_firsts(Pair const* from) { return as_floats(_mm256_slli_epi32(load_bits(from), 16)); }
 inline Vec load_seconds(Pair const* from)
 {
     return as_floats(_mm256_and_si256(load_bits(from), _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
+
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+
+/// Sums of the products of weights, bytes of a CodeTable, with activations of eight bits, four of each in a lane. They are
+/// exact for 32 inputs. A lane has kSums of them.
+struct ByteSums
+{
+    static constexpr int kSums = 1;
+    Bits sums;
+
+    void add(Bits weights, int8_t const* x) { sums = add_products(weights, x, sums); }
+    Bits total() const { return sums; }
+};
 
 #endif
 

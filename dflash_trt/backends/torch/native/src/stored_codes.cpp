@@ -160,12 +160,13 @@ private:
             + floats(odd_, half) * loaded<Lanes>(x.values[1] + 8 * half);
     }
 
+    /// In two steps: one would take the integers apart.
     static Lanes floats(Shorts values, int half)
     {
         using Eight = int16_t __attribute__((vector_size(16)));
         Eight parts[2];
         std::memcpy(parts, &values, sizeof(parts));
-        return __builtin_convertvector(parts[half], Lanes);
+        return __builtin_convertvector(__builtin_convertvector(parts[half], Integers), Lanes);
     }
 
     Shorts even_, odd_;
@@ -179,11 +180,8 @@ public:
     explicit Product(DflashTrtFourBitLinear const& arguments)
         : a_(arguments)
         , num_steps_(arguments.num_in / kInputs)
+        , values_(arguments.values, 0)
     {
-        for (int i = 0; i < 16; ++i)
-        {
-            values_[i] = static_cast<int8_t>(2.0F * a_.values[i]);
-        }
     }
 
     void run() const
@@ -243,7 +241,7 @@ private:
             for (int i = 0; i < kOutputs; ++i)
             {
                 int64_t const at = outs[i] * num_steps_ + step;
-                Weights const weights(a_.codes + at * kHalf, scales[at], values_);
+                Weights const weights(a_.codes + at * kHalf, scales[at], values_.bytes);
 #pragma GCC unroll 4
                 for (int j = 0; j < kRows; ++j)
                 {
@@ -273,7 +271,7 @@ private:
 
     DflashTrtFourBitLinear const& a_;
     int64_t num_steps_;
-    int8_t values_[16]; // doubled
+    DoubledValues values_;
 };
 
 } // namespace

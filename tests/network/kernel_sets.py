@@ -1,7 +1,10 @@
-"""The CPU kernels of every instruction set of this machine, and those of aarch64 under an emulator.
+"""The CPU kernels in every instruction set: this machine's, AVX-512 in portable C++, and aarch64 under an emulator.
 
-The emulator runs one process beside this one. Its kernels get the addresses of this process: a page that they touch is
-copied there, and what they changed of it is copied back after the call. So all tests of the kernels run on them, too.
+Where the CPU has no AVX-512, its instructions are functions of avx512/immintrin.h.
+
+The emulator of aarch64 runs one process beside this one. Its kernels get the addresses of this process: a page that
+they touch is copied there, and what they changed of it is copied back after the call. So all tests of the kernels run
+on them, too.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -32,6 +36,10 @@ NEEDS_ARM = pytest.mark.skipif(
     bool(MISSING), reason=f"no {', '.join(MISSING)} (Debian: apt install g++-aarch64-linux-gnu qemu-user)"
 )
 _PAGE = 4096
+ARM_SETS = ("neondot", "neon")
+_SIMULATION = Path(__file__).with_name("avx512").absolute()
+# A library takes some 40 s to compile; the first one has the products of the others but two.
+_SIMULATED: dict[str, Any] = {"avx512bf16": (), "avx512vnni": pytest.mark.slow, "avx512": pytest.mark.slow}
 
 
 def kernel_sets() -> list[Any]:
@@ -40,7 +48,10 @@ def kernel_sets() -> list[Any]:
         own = instruction_sets()
     except UnavailableError:
         return []
-    return own if "neon" in own else [*own, pytest.param("neon", marks=NEEDS_ARM)]
+    if "neon" in own:
+        return own
+    simulated = [pytest.param(name, marks=marks) for name, marks in _SIMULATED.items() if name not in own]
+    return [*own, *simulated, *(pytest.param(name, marks=NEEDS_ARM) for name in ARM_SETS)]
 
 
 @contextmanager
@@ -48,22 +59,34 @@ def kernels_of(instruction_set: str) -> Iterator[CpuKernels]:
     if instruction_set in instruction_sets():
         yield load_kernels(library_path(instruction_set))
         return
-    with Emulator() as emulator:
+    if instruction_set.startswith("avx512"):
+        yield load_kernels(simulated_library(instruction_set))
+        return
+    path = arm_library(instruction_set)
+    with Emulator(path) as emulator:
         with mock.patch.object(library.ctypes, "CDLL", return_value=emulator):
-            kernels = load_kernels(arm_library())
+            kernels = load_kernels(path)
         yield kernels
 
 
-def arm_library() -> Path:
+def simulated_library(instruction_set: str) -> Path:
+    """In a cache of its own: its name is that of the library for a CPU that has these instructions."""
+    version = crc32((_SIMULATION / "immintrin.h").read_bytes())
+    cache = Path("build/test_cpu_kernels", f"{version:08x}").absolute()
+    with mock.patch.dict(os.environ, CXX=str(_SIMULATION / "c++"), XDG_CACHE_HOME=str(cache)):
+        return library_path(instruction_set)
+
+
+def arm_library(instruction_set: str) -> Path:
     """As an Arm machine compiles it."""
     with mock.patch.dict(os.environ, CXX=COMPILER):
-        return library_path("neon")
+        return library_path(instruction_set)
 
 
 class Emulator:
     """In the place of a ctypes.CDLL: functions of the library of aarch64."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Path) -> None:
         with tempfile.TemporaryDirectory() as directory:
             guest = Path(directory) / "guest"
             # OpenMP's runtime, which PyTorch brings on an Arm machine.
@@ -71,7 +94,7 @@ class Emulator:
             subprocess.run([COMPILER, "-O2", Path(__file__).with_name("arm_guest.cpp"), *link], check=True)
             self._process = subprocess.Popen(
                 # In the layout of -L the emulator's own memory lies far from that of this process.
-                ["setarch", "-L", EMULATOR, "-L", ROOT, guest, arm_library()],
+                ["setarch", "-L", EMULATOR, "-L", ROOT, guest, library],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_WAIT_POLICY": "passive"},
