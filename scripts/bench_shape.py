@@ -11,13 +11,12 @@ import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import click
 
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.dtype import FloatDType
 from dflash_trt.engine_dir import EngineDir
 from scripts.bench_peers import LLAMA_CPP, llama_cpp
 from scripts.bench_steps import opened, step_of
@@ -25,20 +24,25 @@ from scripts.full_size_check import CONFIGS, write_checkpoint
 
 _DIRECTORY = Path("build/shape")
 _PARTS = {"target": "Qwen3-0.6B", "drafter": "Qwen3-0.6B-DFlash"}
+_KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 with the head": {"dtype": "bfloat16", "quantization": {"target": "int8", "lm_head": "int8"}},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4, the head int8": {"dtype": "bfloat16", "quantization": {"target": "int4", "lm_head": "int8"}},
+}
 _CONTEXT_LEN, _NUM_TOKENS, _ACCEPTANCE_LENGTH = 32, 8, 4
 _PROMPT = [17 * i % 151000 for i in range(_CONTEXT_LEN)]
 
 
 def engine_of(kind: str) -> EngineDir:
-    """Of this dtype, or in bfloat16 with these weights."""
     path = _DIRECTORY / kind
     if not path.exists():
         for name in _PARTS.values():
             if not (_DIRECTORY / name).exists():
                 write_checkpoint(_DIRECTORY / name, CONFIGS / f"{name}.json")
-        is_dtype = kind in get_args(FloatDType)
-        chosen = {"dtype": kind} if is_dtype else {"dtype": "bfloat16", "quantization": kind}
-        config = BuildConfig.model_validate(_PARTS | chosen | {"max_seq_len": 1024})
+        config = BuildConfig.model_validate(_PARTS | _KINDS[kind] | {"max_seq_len": 1024})
         build_engine(
             config, path, base_dir=_DIRECTORY, overwrite=False, command=(__file__,), progress=lambda progress: None
         )
@@ -62,7 +66,7 @@ def sides_of(engine: EngineDir) -> dict[str, Callable[[], float]]:
 @click.option("--rounds", default=5, show_default=True)
 def main(python: Path, rounds: int) -> None:
     """PYTHON has llama-cpp-python: see scripts/install_llama_cpp."""
-    ours = {kind: sides_of(engine_of(kind)) for kind in ("float32", "bfloat16", "int8", "int4")}
+    ours = {kind: sides_of(engine_of(kind)) for kind in _KINDS}
     times: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         peers = {
