@@ -118,6 +118,11 @@ class _BuildCommand(click.Command):
     "--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.  [default: --quantization]"
 )
 @click.option(
+    "--head-quantization",
+    metavar="FORMAT",
+    help="Weight format of the target's head, which most drafters share.  [default: the checkpoint's format]",
+)
+@click.option(
     "--kv-cache", type=Choice(["fp8", "none"]), help="Format of K/V pages; none is the dtype.  [default: none]"
 )
 @click.option(

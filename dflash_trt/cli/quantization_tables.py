@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 # Command-line options go into these keys of the YAML's `quantization`.
-FLAG_KEYS = {"quantization": "target", "drafter_quantization": "drafter", "kv_cache": "kv_cache"}
+FLAG_KEYS = {
+    "quantization": "target",
+    "drafter_quantization": "drafter",
+    "head_quantization": "lm_head",
+    "kv_cache": "kv_cache",
+}
 
 
 def with_flags(section: Any, flags: dict[str, str]) -> Any:

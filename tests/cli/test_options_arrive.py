@@ -390,13 +390,14 @@ def test_every_option_of_bench_machine_reaches_it(invoke, monkeypatch, tmp_path)
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
 BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
+BUILD += ["--head-quantization", "int8"]
 BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4", "--chat-template-option", "thinks=false"]
 BUILD += ["--draft-window", "44"]
 KERNELS = ["--compile-for", "sm_90a,sm_103a"]  # not for plan
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugin-library", "/p"]
 COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin", "--deterministic"]
 POSITIONS = ["--target", "t", "--tp-size", "2", "--dcp-size", "2"]
-QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
+QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", lm_head="int8", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
     drafter="d",

@@ -73,6 +73,7 @@ def test_sizes_are_compared_part_by_part_and_together() -> None:
         ("fp8", {"kv_cache": "fp8"}, {"target": "fp8", "kv_cache": "fp8"}),
         ("fp8", {"quantization": "int4", "drafter_quantization": "none"}, {"target": "int4", "drafter": "none"}),
         ({"target": "fp8", "lm_head": "fp8"}, {"quantization": "int4"}, {"target": "int4", "lm_head": "fp8"}),
+        ("int4", {"head_quantization": "int8"}, {"target": "int4", "lm_head": "int8"}),
         ([1], {"quantization": "int4"}, [1]),  # refused with the other values of the file
     ],
 )
