@@ -15,6 +15,8 @@ namespace dflash_trt
 namespace
 {
 
+constexpr int64_t kPositionsAhead = 4 * kPanel; // whose keys and values are loaded before they are scored
+constexpr int64_t kMaxBytesAhead = 1 << 18;     // of all heads: a part of the second cache
 constexpr int64_t kQueriesAtOnce = 24; // query vectors, rows times heads of a K/V head, that share a tile of keys
 
 int64_t padded(int64_t length)
@@ -103,6 +105,33 @@ struct Keys
     {
         return stored + request.page_of(position) * page_stride + position % request.rows.page_size * position_stride;
     }
+
+    /// Calls `visit(position, at(position), number of positions)` for each part of the range that lies on one page.
+    template <typename Visit>
+    void each_page(Range range, Visit const& visit) const
+    {
+        int64_t const page_size = request.rows.page_size;
+        while (range.start < range.stop)
+        {
+            int64_t const stop = std::min(range.stop, (range.start / page_size + 1) * page_size);
+            visit(range.start, at(range.start), stop - range.start);
+            range.start = stop;
+        }
+    }
+
+    /// Loads `size` elements of each position. A virtual machine's CPU drops prefetches of pages that its TLB lacks.
+    void load(Range const& range, int64_t size) const
+    {
+        each_page(range, [&](int64_t, Element const* row, int64_t count) {
+            for (int64_t i = 0; i < count; ++i, row += position_stride)
+            {
+                for (int64_t line = 0; line < size; line += 64 / static_cast<int64_t>(sizeof(Element)))
+                {
+                    asm volatile("" : : "r"(*reinterpret_cast<char const*>(row + line)));
+                }
+            }
+        });
+    }
 };
 
 struct Scratch
@@ -143,8 +172,10 @@ public:
         gather_queries();
         scratch_.scores.resize(num_queries() * num_scores_);
         scratch_.keys.resize(kPanel * attention_.head_dim);
+        load_ahead({stored_.start, first_ + kPositionsAhead});
         for (int64_t position = first_; position < stored_.stop; position += kPanel)
         {
+            load_ahead({position + kPositionsAhead, position + kPositionsAhead + kPanel});
             score(position - first_, position, stored_, [&](int64_t key) { return keys_.at(key); });
         }
         for (int64_t row = request_.start; row < own_.stop; row += kPanel)
@@ -188,6 +219,22 @@ private:
                 store(to + i, load(from + i) * broadcast(scale));
             }
         }
+    }
+
+    /// The keys and values of this head; or of all heads, which lie beside one another, with those of the first one. They
+    /// stay in a cache for later rows of the request.
+    void load_ahead(Range range) const
+    {
+        int64_t const row_bytes = keys_.position_stride * static_cast<int64_t>(sizeof(Element));
+        bool const loads_all = attention_.num_threads == 1 && 2 * kPositionsAhead * row_bytes <= kMaxBytesAhead;
+        if (rows_.start != request_.start || (loads_all && kv_head_ != 0))
+        {
+            return;
+        }
+        range.stop = std::min(range.stop, stored_.stop);
+        int64_t const size = loads_all ? keys_.position_stride : attention_.head_dim;
+        keys_.load(range, size);
+        values_.load(range, size);
     }
 
     /// One panel of scores: of keys first .. first + kPanel - 1, those outside of the range being zeros.
@@ -265,14 +312,9 @@ private:
     /// Adds up the values of all keys, in their order.
     void weigh()
     {
-        int64_t const page_size = request_.rows.page_size;
-        for (int64_t position = stored_.start; position < stored_.stop;)
-        {
-            int64_t const page_end = (position / page_size + 1) * page_size;
-            int64_t const stop = page_end < stored_.stop ? page_end : stored_.stop;
-            add_values(position - first_, values_.at(position), values_.position_stride, stop - position);
-            position = stop;
-        }
+        values_.each_page(stored_, [&](int64_t position, Element const* head, int64_t count) {
+            add_values(position - first_, head, values_.position_stride, count);
+        });
         if (own_.start < own_.stop)
         {
             add_values(own_offset_ + own_.start - request_.start, values_.own + own_.start * values_.own_stride,

@@ -16,7 +16,7 @@ namespace dflash_trt
 
 constexpr int kGroup = 8; // inputs
 constexpr int kGroupBytes = kPanel * 4;
-constexpr int kBytesAhead = 4096;
+constexpr int kBytesAhead = 4096; // that are fetched while a group is multiplied
 constexpr int kScaleBytes = kPanel * static_cast<int>(sizeof(BFloat16));
 
 /// The product with codes that lie as a checkpoint stores them: stored_codes.cpp.

@@ -174,7 +174,7 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, _mm512_set1_epi32(bits)));
 }
 
-/// See below.
+/// In 16 bits: see the other one, below.
 struct ByteSums
 {
     static constexpr int kSums = 2;
@@ -382,7 +382,7 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     return {vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)};
 }
 
-/// See below.
+/// In 16 bits: see the other one, below.
 struct ByteSums
 {
     static constexpr int kSums = 2;
@@ -509,7 +509,7 @@ inline Bits add_products(Bits weights, Code const* x, Bits sums)
     return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(bits)));
 }
 
-/// See below.
+/// In 16 bits: see the other one, below.
 struct ByteSums
 {
     static constexpr int kSums = 2;
