@@ -38,7 +38,7 @@ NEEDS_ARM = pytest.mark.skipif(
 _PAGE = 4096
 ARM_SETS = ("neondot", "neon")
 _SIMULATION = Path(__file__).with_name("avx512").absolute()
-# A library takes some 40 s to compile; the first one has the products of the others but two.
+# A library takes some 40 s to compile: CI has the one with the most instructions.
 _SIMULATED: dict[str, Any] = {"avx512bf16": (), "avx512vnni": pytest.mark.slow, "avx512": pytest.mark.slow}
 
 

@@ -119,7 +119,7 @@ struct Keys
         }
     }
 
-    /// Loads `size` elements of each position. A virtual machine's CPU drops prefetches of pages that its TLB lacks.
+    /// Loads `size` elements of each position. Prefetches of the same lines gained nothing in a virtual machine.
     void load(Range const& range, int64_t size) const
     {
         each_page(range, [&](int64_t, Element const* row, int64_t count) {

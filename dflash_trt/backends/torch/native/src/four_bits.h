@@ -125,8 +125,8 @@ inline void multiply_block(Outputs const& outputs, int64_t block, CodeTable cons
     }
 }
 
-/// A block of float32 as integers, the largest of which is `most`. Returns half of what a code stands for, for weights that
-/// are doubled; NaN for what is not finite.
+/// A block of float32 as integers, of which the greatest stands for the largest element. Returns half of what a code stands
+/// for, for weights that are doubled; NaN for what is not finite.
 template <typename Integer>
 inline float code_block(float const* x, int64_t block, Integer* codes)
 {
